@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from compress.inputs.calibration import tokens_sha256
 from compress.inputs.model import check_device, weights_sha256
-from compress.kv.attach import attach, check_slots
+from compress.kv.attach import attach, check_attach
 from compress.kv.policy import CacheMethod
 from compress.linear import parameter_count, sharing_copy
 from compress.memory import measured, plan
@@ -133,7 +133,7 @@ def _apply(
     for method in () if checked else recipe:
         method.check(model)
     on_cache = [method for method in recipe if isinstance(method, CacheMethod)]
-    check_slots(model, on_cache)
+    check_attach(model, on_cache)
     usage = plan(recipe, model, batches, max_memory)
     if any(isinstance(method, LayerwiseMethod | FoldingMethod) for method in recipe):
         _split_experts(model)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from compress.kv.attention import expect
+from compress.kv.attention import expect, expect_again
 from compress.kv.cache import CompressedCache
 from compress.kv.layer import KVLayer
+from compress.kv.support import storing_layers
 
 
 class Abreast(Cache):
@@ -41,6 +42,8 @@ class Abreast(Cache):
         if not isinstance(self.layers[layer_idx], KVLayer):  # transformers' own attention, of a window
             return tuple(torch.cat(of) for of in zip(*given, strict=True))
         expect(partial(self._attend, layer_idx, [k for k, _ in given], key_states))
+        if layer_idx in storing_layers(self.caches[0].model):
+            expect_again(key_states, partial(self._attend_again, layer_idx, given))
         return key_states, value_states
 
     def pass_over(self, layer_idx: int, tokens: int) -> None:
@@ -71,3 +74,25 @@ class Abreast(Cache):
             own = own if key is given else key[i : i + 1]
             ys.append(cache._attend(cache.layers[layer_idx], module, q[i : i + 1], own, one, **about))
         return torch.cat(ys)
+
+    def _attend_again(
+        self,
+        layer_idx: int,
+        given: Sequence[tuple[Tensor, Tensor]],
+        module: nn.Module,
+        q: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        **about: Any,
+    ) -> Tensor:
+        """Attention of a later layer that reads this layer's keys and values, of which each cache has `given`."""
+        ys = []
+        for i, (cache, (k, v)) in enumerate(zip(self.caches, given, strict=True)):
+            one = None if mask is None else mask[i : i + 1] if len(mask) > 1 else mask
+            ys.append(cache.layers[layer_idx].attend_beside(q[i : i + 1], k, v, one, about))
+        return torch.cat(ys)
+
+    def finish(self) -> None:
+        """The work after a pass."""
+        for cache in self.caches:
+            cache.finish()

@@ -11,7 +11,9 @@ from transformers import Cache, DynamicCache
 
 from compress.kv.attention import NAME, expect, note_hidden, register
 from compress.kv.cache import CompressedCache
+from compress.kv.identity import check_identity
 from compress.kv.policy import CacheMethod
+from compress.kv.rotation import check_rotations
 from compress.kv.support import check_model
 
 SLOTS = ("policy", "storage", "reading", "projecting")
@@ -89,8 +91,9 @@ class Attachment:
 
     def _leave(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         note_hidden(None)
+        expect(None)
         cache = kwargs.get("past_key_values")
-        if isinstance(cache, CompressedCache) and cache.listener is None and not cache.observes:
+        if hasattr(cache, "finish"):
             cache.finish()
 
 
@@ -106,15 +109,20 @@ def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
         methods: at most one `Policy`, `Storage`, `Reading` and `Projecting`, including those of an earlier `attach`.
 
     Raises:
-        ValueError: the model's attention or cache is of a kind that is not supported, or there are two methods of one
-            kind.
+        ValueError: the model's attention or cache is of a kind that is not supported, by its configuration or by its
+            logits with a cache that keeps everything (`check_identity`), or there are two methods of one kind. The
+            model stays as it was.
     """
     check_model(model)
     attachment = attachment_of(model)
     check_slots(model, methods)
     for method in methods:
         method.check(model)
-    attachment = attachment or Attachment(model)
+    if any(method.turns for method in methods):
+        check_rotations(model)
+    if attachment is None:
+        check_identity(model, _alone)
+        attachment = Attachment(model)
     vars(attachment).update({method.slot: method for method in methods})
     return attachment
 
@@ -145,6 +153,14 @@ def check_slots(model: nn.Module, methods: Sequence[CacheMethod]) -> None:
         method.within([], [other for other in taken.values() if other is not method])
 
 
+def check_attach(model: nn.Module, methods: Sequence[CacheMethod]) -> None:
+    """Raise ValueError, before any work on a model, if these methods cannot be attached to it; its weights are not
+    read."""
+    check_slots(model, methods)
+    if methods:
+        check_identity(model, _alone, turns=any(method.turns for method in methods), planned=True)
+
+
 def detach(model: nn.Module) -> None:
     """Undo the attachment of a model, if there is one."""
     attachment = attachment_of(model)
@@ -165,3 +181,13 @@ def attached(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Iterator[
             attachment.undo()
         else:
             vars(attachment).update(slots)
+
+
+@contextmanager
+def _alone(model: nn.Module) -> Iterator[Attachment]:
+    """A model with a cache that keeps everything, which is not checked; the model must not be attached."""
+    attachment = Attachment(model)
+    try:
+        yield attachment
+    finally:
+        attachment.undo()

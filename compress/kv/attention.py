@@ -14,12 +14,22 @@ from kernels.prompt_attention import faster_than_torch, prompt_attention
 NAME = "workbench_kv"
 ROWS = 256  # queries at a time if all scores are computed
 FOLDED = 64  # up to this number of queries, heads that share keys are rows of one product
-_expecting = threading.local()  # `attend`: the function that computes attention for the layer of the last update
+# `attend`: the function that computes attention for the layer of the last update; `again`: keys that later layers read
+# too, with the functions that compute their attention.
+_expecting = threading.local()
 
 
 def expect(attend: Callable[..., Tensor] | None) -> None:
-    """Set the function that computes the next attention, with the arguments of `attention`; None: forget it."""
+    """Set the function that computes the next attention, with the arguments of `attention`; None: forget it, and those
+    of `expect_again`."""
     _expecting.attend = attend
+    if attend is None:
+        _expecting.again = []
+
+
+def expect_again(key: Tensor, attend: Callable[..., Tensor]) -> None:
+    """Set the function for attention that reads this very tensor of keys again, in later layers of the same pass."""
+    _expecting.again.append((key, attend))
 
 
 def note_hidden(hidden: Tensor | None) -> None:
@@ -65,9 +75,12 @@ def attention(
     by_cache = None
     if not torch.compiler.is_compiling():  # compiled passes have caches of fixed tensors
         by_cache, _expecting.attend = getattr(_expecting, "attend", None), None
+        again = getattr(_expecting, "again", ())
+        by_cache = by_cache or next((attend for shared, attend in again if shared is key), None)
     if by_cache is not None:
         return by_cache(module, query, key, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux), None
-    if attention_mask is None and query.shape[2] > 1:  # a prompt, in a static cache of more places than it has tokens
+    shared = getattr(module, "is_kv_shared_layer", False)  # the queries may be those of the last tokens alone
+    if attention_mask is None and query.shape[2] > 1 and not shared:  # a prompt in a static cache with room for more
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     return attend(query, key, value, attention_mask, scaling=scaling, softcap=softcap, sinks=s_aux), None
 

@@ -21,15 +21,15 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
 from transformers.cache_utils import DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
 from compress.kv.allocation import OF_ALL_LAYERS, of_layer
-from compress.kv.attention import attention, expect, note_hidden, noted_hidden
+from compress.kv.attention import attention, expect, expect_again, note_hidden, noted_hidden
 from compress.kv.growing import Growing, lend_window
 from compress.kv.layer import EXACT, KERNEL_TOKENS, KVLayer, packed
 from compress.kv.policy import Policy, Projecting, Storage, precisions_of
 from compress.kv.reading.method import Reading
 from compress.kv.reading.reader import Reader
-from compress.kv.rotation import turn_of
+from compress.kv.rotation import learned_rotations, turn_of
 from compress.kv.storage import joined, slabs_of
-from compress.kv.support import keeping_layers
+from compress.kv.support import keeping_layers, storing_layers
 from kernels.step.cache import Lent, NewTokens
 
 INTERVAL = 8  # while text is generated, evict after this number of tokens, or an eighth of the budget
@@ -83,7 +83,11 @@ class CompressedCache(Cache):
             for number, (kind, more) in enumerate(zip(kinds, settings, strict=True))
         ]
         super().__init__(layers=layers)
-        self._keeping = keeping_layers(model)
+        self._keeping, self._storing = keeping_layers(model), storing_layers(model)
+        methods = [method for method in (policy, storage, reading, projecting) if method is not None]
+        if observes or any(method.turns for method in methods):
+            learned_rotations(model)
+        self._unkept: list[Callable[[], None]] = []  # keep the tokens of layers whose keys later layers read, too
         self.reader = None if reading is None else Reader(reading, self._keeping)
 
     def _layer(self, number: int) -> KVLayer:
@@ -224,8 +228,8 @@ class CompressedCache(Cache):
             )
         made = CompressedCache(self.model, policy, storage, reading, projecting, traces=self.traces)
         for layer, other in zip(made.layers, self.layers, strict=True):
-            if not isinstance(layer, KVLayer):
-                vars(layer).update({k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(other).items()})
+            if not isinstance(layer, KVLayer):  # transformers' own, some of which keep their states in dicts
+                vars(layer).update(copy.deepcopy(vars(other)))
                 continue
             vars(layer).update({k: v for k, v in vars(other).items() if k not in OWN})
             layer.positions = copy.deepcopy(other.positions)
@@ -344,8 +348,13 @@ class CompressedCache(Cache):
         real = torch.ones(B, n, dtype=torch.bool, device=k.device) if mask is None else mask[:, 0].diagonal(0, 1, 2)
         about = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
         layer.about = {**about, "turn": turn_of(self.model, module)}
+        if stores := layer.number in self._storing:
+            expect_again(key, partial(self._attend_again, layer, k, v))
         if self.listener is not None:  # a pass that only observes: nothing is kept
             self.listener(layer, q, k, real)
+            return layer.attend_beside(q, k, v, mask, about)
+        if stores:  # later layers read what was kept before this pass, so that the new tokens are kept after it
+            self._unkept.append(partial(self._keep_late, layer, q, k, v, real, noted_hidden()))
             return layer.attend_beside(q, k, v, mask, about)
         count = self.policy is not None and self.policy.remembers and self.policy.mass and self.policy.decoding
         # After a prompt, tokens may read sparsely: one at a time, or if an evaluation has paused the cache.
@@ -355,6 +364,20 @@ class CompressedCache(Cache):
         y, mass = attend(q, k, v, mask, real, about, by_kernel=self.by_kernel, count=count)
         self._after_attention(layer, q, real, mass)
         return y
+
+    def _attend_again(
+        self, layer: KVLayer, k: Tensor, v: Tensor, module: nn.Module, q: Tensor, key: Tensor, mask: Tensor | None,
+        **about: Any,
+    ) -> Tensor:  # fmt: skip
+        """Attention of a later layer that reads the keys and values of this layer, k and v of the new tokens too."""
+        return layer.attend_beside(q, k, v, mask, about)
+
+    def _keep_late(self, layer: KVLayer, q: Tensor, k: Tensor, v: Tensor, real: Tensor, hidden: Tensor) -> None:
+        """Keep the new tokens of a layer that later layers have read by now, and let its policy act."""
+        layer.keep(k, v, real, bool(real.all()))
+        note_hidden(hidden)
+        self._after_attention(layer, q, real, None)
+        note_hidden(None)
 
     def _after_attention(self, layer: KVLayer, q: Tensor, real: Tensor, mass: Tensor | None) -> None:
         """Keep the queries that a policy scores with; let the policy remember, and evict if that is due.
@@ -441,7 +464,15 @@ class CompressedCache(Cache):
                 layer.positions = Growing(places[:, None].expand(-1, heads, -1))
 
     def finish(self) -> None:
-        """The work after a pass that needs all layers: joining, reading the prompt again, and shared evictions."""
+        """The work after a pass that needs all layers: keeping the tokens of layers that others read, joining, reading
+        the prompt again, and shared evictions."""
+        if self.listener is not None:
+            return
+        for keep in self._unkept:
+            keep()
+        self._unkept = []
+        if self.observes:
+            return
         policy = self.policy
         for method in () if self.paused else self._joining:
             method.join(self.filled)

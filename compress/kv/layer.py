@@ -196,14 +196,14 @@ class KVLayer(DynamicLayer):
         """Attention of the new tokens to kept and new positions, [B, n, H_q, D]; the layer does not change.
 
         Args:
-            q: [B, H_q, n, D]. k, v: [B, H_kv, n, D].
-            mask: bool [B, 1, n, n] among the new tokens; None: each new token sees the new tokens up to itself.
+            q: [B, H_q, n, D], of the last n new tokens. k, v: [B, H_kv, new, D].
+            mask: bool [B, 1, n, new] among the new tokens; None: each new token sees the new tokens up to itself.
             about: scaling, softcap and sinks of the attention.
         """
         if not self.slabs:
             return attend(q, k, v, mask, **about)
         old_k, old_v, starts = joined(self.slabs)
-        visible = visible_positions(starts, old_k.shape[2], mask, q.shape[2])
+        visible = visible_positions(starts, old_k.shape[2], mask, q.shape[2], k.shape[2])
         return attend(q, torch.cat([old_k, k], 2), torch.cat([old_v, v], 2), visible, **about)
 
     def attend(
@@ -448,14 +448,15 @@ def packed(queries: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
     return taken(queries, order[:, None].expand(-1, queries.shape[1], -1)), asked.gather(1, order)
 
 
-def visible_positions(starts: Tensor, kept: int, mask: Tensor | None, n: int) -> Tensor:
-    """bool [B, H_kv or 1, n, kept + n]: the kept positions of a row, and the new tokens up to each new token. One mask
-    serves all heads if they keep the same number, which is tested on CPUs alone: other devices would have to be waited
-    for."""
+def visible_positions(starts: Tensor, kept: int, mask: Tensor | None, n: int, new: int | None = None) -> Tensor:
+    """bool [B, H_kv or 1, n, kept + new]: the kept positions of a row, and the new tokens (n if `new` is None) up to each
+    of the last n. One mask serves all heads if they keep the same number, which is tested on CPUs alone: other devices
+    would have to be waited for."""
     device = starts.device
     if device.type == "cpu" and bool((starts == starts[:, :1]).all()):
         starts = starts[:, :1]
-    own = torch.ones(n, n, dtype=torch.bool, device=device).tril()[None, None] if mask is None else mask[..., -n:]
+    new = n if new is None else new
+    own = torch.ones(n, new, dtype=torch.bool, device=device).tril(new - n)[None, None] if mask is None else mask
     old = torch.arange(kept, device=device) >= starts[..., None]  # [B, H, kept]
     B, H = starts.shape
-    return torch.cat([old[:, :, None].expand(B, H, n, kept), own.expand(B, H, n, n)], -1)
+    return torch.cat([old[:, :, None].expand(B, H, n, kept), own[..., -new:].expand(B, H, n, new)], -1)

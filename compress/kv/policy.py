@@ -51,6 +51,7 @@ class CacheMethod(Method):
     # One of the four slots of a cache: the positions that stay (policy), the channels that are kept of them
     # (projecting), their form of storage (storage), and the positions that a query reads (reading).
     slot: ClassVar[str]
+    turns: ClassVar[bool] = False  # whether it turns rotated keys or queries back, which not every model permits
     joins: ClassVar[bool] = False  # whether `join` changes the layers' slabs after a prompt
 
     def join(self, layers: Sequence[DynamicLayer]) -> None:

@@ -1,5 +1,8 @@
 """The models that a compressed cache supports, and the layers of them that it does not change."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
 from transformers.cache_utils import get_layer_types_and_kwargs
@@ -20,6 +23,11 @@ def check_model(model: nn.Module) -> None:
     if "full_attention" not in kinds:
         found = ", ".join(sorted(set(kinds)))
         raise ValueError(f"`model` ({name}) has no layer that keeps all positions (it has {found}): nothing to evict")
+    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+        raise ValueError(
+            f"`model` ({name}) has multi-head latent attention, whose keys are made from latent vectors of all heads: "
+            "there are no keys and values of heads to evict or compress"
+        )
     if unknown := sorted(set(kinds) - set(LAYER_TYPES)):
         raise ValueError(f"`model` ({name}) has layers of a kind that is not known here: {', '.join(unknown)}")
 
@@ -31,10 +39,34 @@ def keeping_layers(model: nn.Module) -> list[int]:
     return [i for i, kind in enumerate(kinds) if kind == "full_attention" and i not in gone]
 
 
+def storing_layers(model: nn.Module) -> set[int]:
+    """Numbers of the layers whose keys and values later layers read, too, which keep none of their own."""
+    modes = getattr(model.config.get_text_config(decoder=True), "kv_sharing_modes", None) or ()
+    return {number for number, mode in enumerate(modes) if mode == "store"} if "reuse" in modes else set()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout; the modes of the modules are restored afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def attentions_of(model: nn.Module) -> dict[int, nn.Module]:
-    """The attention modules by the numbers of their layers."""
-    # In some models the block has these attributes too; it comes before its parts.
-    return {m.layer_idx: m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "config")}
+    """The attention modules, or other mixers of tokens, by the numbers of their layers."""
+    found: dict[int, nn.Module] = {}
+    for module in model.modules():  # some blocks, which come before their parts, and MLPs have these attributes too
+        number = getattr(module, "layer_idx", None)
+        if not isinstance(number, int) or not hasattr(module, "config"):
+            continue
+        if hasattr(module, "is_causal") or not hasattr(found.get(number), "is_causal"):
+            found[number] = module
+    return found
 
 
 def left_alone(model: nn.Module) -> dict[str, int]:

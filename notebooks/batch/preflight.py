@@ -116,6 +116,8 @@ def _check_model(values: dict[str, Any], recipes: list[list[Any]]) -> None:
     import copy
 
     from compress.inputs.skeleton import skeleton
+    from compress.kv.attach import check_attach
+    from compress.kv.policy import CacheMethod
     from compress.method import settle
     from eval.evaluate import check_evaluation
 
@@ -126,6 +128,7 @@ def _check_model(values: dict[str, Any], recipes: list[list[Any]]) -> None:
             # A check that reads weights, or runs a block, cannot be made here; the run makes it before any work.
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 method.check(shapes)
+        check_attach(model, [method for method in settle(recipe) if isinstance(method, CacheMethod)])
     if "window" in values:
         counts = {name: values[name] for name in ("speed_rounds", "write_tokens") if name in values}
         check_evaluation(model, {}, window=values["window"], **counts)

@@ -33,6 +33,7 @@ class ExpectedAttention(Policy):
     name = "expected_attention"
     source = "Devoto et al. 2025, arXiv:2510.00636, section 3"
     window = 128
+    turns = True
     budget_free = True
 
     def scores(self, seen: Seen) -> Tensor:

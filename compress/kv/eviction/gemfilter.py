@@ -9,7 +9,7 @@ from torch.nn.functional import avg_pool1d
 from compress.kv.cache import CompressedCache
 from compress.kv.layer import KVLayer
 from compress.kv.policy import Policy
-from compress.kv.rotation import rotary_of
+from compress.kv.rotation import rotaries_of
 from compress.kv.seen import Seen
 from compress.method import knob
 
@@ -47,7 +47,7 @@ class GemFilter(Policy):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        if rotary_of(model) is None:
+        if not rotaries_of(model):
             raise ValueError(
                 f"{self.name} moves tokens to other positions, which needs rotary ones, and {type(model).__name__} has "
                 "none; snapkv would do"

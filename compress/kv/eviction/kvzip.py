@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from compress.kv.cache import CompressedCache
 from compress.kv.layer import KVLayer
 from compress.kv.policy import ALLOCATIONS, MASS_ALLOCATIONS, Policy
-from compress.kv.rotation import rotary_of
+from compress.kv.rotation import rotaries_of
 from compress.kv.seen import Seen
 from compress.kv.storage import joined
 from compress.method import knob
@@ -74,9 +74,8 @@ class KVzip(Policy):
 
         seen, layer = cache.get_seq_length(), cache.filled[0]
         most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
-        if (needed := int(layer.tokens.max()) + ids.shape[1]) > most and rotary_of(
-            model
-        ) is None:  # rotary positions have no limit
+        limited = not rotaries_of(model)  # rotary positions have no limit
+        if limited and (needed := int(layer.tokens.max()) + ids.shape[1]) > most:
             raise ValueError(
                 f"`piece` (={self.piece}) of {self.name}: reading the prompt a second time takes {needed} positions, "
                 f"and this model has {most} positions; a shorter prompt or piece would do"

@@ -40,6 +40,7 @@ class Locret(Policy):
 
     name = "locret"
     source = "Huang et al. 2024, arXiv:2410.01805, section 3"
+    turns: ClassVar[bool] = True
     window: ClassVar[int] = 1
     remembers: ClassVar[bool] = True
     memory_dtype: ClassVar[torch.dtype] = torch.bfloat16

@@ -31,7 +31,7 @@ from compress.inputs.command import given
 from compress.kv.attach import attached
 from compress.kv.attention import attention, noted_hidden
 from compress.kv.learned.networks import Fitted, fit_all, summary
-from compress.kv.rotation import turn_of
+from compress.kv.rotation import learned_rotations, turn_of
 from compress.kv.seen import ROWS, Seen
 from compress.kv.support import keeping_layers
 
@@ -94,6 +94,7 @@ def costs(model: nn.Module, ids: Tensor, seed: int = 0, target: str = TARGETS[0]
         target: "cost", or "attention": the largest attention that a token gets in the second reading.
     """
     n = ids.shape[1]
+    learned_rotations(model)
     with attached(model), _listening(model) as heard, torch.set_grad_enabled(target == "cost"):
         logits = model(torch.cat([ids, ids], 1), use_cache=False, logits_to_keep=n).logits[0].float()
         gradients = [None] * len(heard)

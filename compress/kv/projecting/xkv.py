@@ -48,6 +48,7 @@ class XKV(Projecting):
 
     name = "xkv"
     source = "Chang et al. 2025, arXiv:2503.18893, section 3"
+    turns: ClassVar[bool] = True
     joins: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compress.kv.growing import Growing
 from compress.kv.policy import CacheMethod, Policy, check_budget, tokens_of
 from compress.kv.storage import Slab
+from compress.kv.support import storing_layers
 from compress.method import Method, knob
 from kernels.kv_decode import Listed, list_of
 from kernels.kv_decode.ranked import Ranked
@@ -62,6 +63,14 @@ class Reading(CacheMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_budget(self)
+
+    def check(self, model: nn.Module) -> None:
+        super().check(model)
+        if storing_layers(model):
+            raise ValueError(
+                f"{self.name} chooses positions for the queries of one layer, and several layers of "
+                f"{type(model).__name__} read the same keys and values; a method that evicts positions would do"
+            )
 
     def roles(self, layers: int) -> list[Role]:
         """The role of each layer that keeps all positions."""

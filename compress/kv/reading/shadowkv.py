@@ -52,6 +52,7 @@ class ShadowKV(Reading):
 
     name = "shadowkv"
     source = "Sun et al. 2024, arXiv:2410.21465, and its public code"
+    turns: ClassVar[bool] = True
     joins: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

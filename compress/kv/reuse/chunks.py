@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from compress.inputs.model import weights_sha256
 from compress.kv.reuse.context import Context, attention_noted
-from compress.kv.rotation import rotary_of
+from compress.kv.rotation import rotaries_of
 from compress.walk.capture import device_of
 
 KINDS = {"full_attention", "sliding_attention"}
@@ -64,7 +64,7 @@ class ChunkStore:
 
     def __init__(self, model: nn.Module, prefix: Tensor, folder: str | Path | None = None) -> None:
         kinds_of(model)
-        if rotary_of(model) is None:
+        if not rotaries_of(model):
             raise ValueError(
                 f"`model` ({type(model).__name__}) has no rotary position embeddings, so that keys cannot be moved to "
                 "other positions; a Llama, Qwen, Mistral, Gemma or Phi would do"

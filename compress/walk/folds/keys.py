@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.kv.attention import NAME, expect, register
-from compress.kv.rotation import turn_of
+from compress.kv.rotation import likely_rotations
 from compress.linear import CompressedLinear, is_linear, shape_of
 from compress.walk.capture import Call, Stop, on_device, run_block
 from compress.walk.folds.links import divide_outputs, gain_offset, is_norm
@@ -102,11 +102,12 @@ def key_link(model: nn.Module, block: nn.Module, call: Call, index: int, device:
 
 def pairs_of(model: nn.Module, attention: nn.Module, D: int, like: Tensor) -> Tensor:
     """[D], for each channel the number of the pair in which RoPE rotates it; its own number if it is not rotated."""
-    turn = turn_of(model, attention)
+    channels = torch.eye(D, device=like.device)[None, None]
+    turn = next(likely_rotations(model, attention, channels), None)
     together = torch.eye(D, dtype=torch.bool)
-    for position in POSITIONS:
+    for position in POSITIONS if turn else ():
         at = torch.full((1, D), position, device=like.device)
-        turned = turn(torch.eye(D, device=like.device)[None, None], at, False)[0, 0].cpu()
+        turned = turn(channels, at)[0, 0].cpu()
         together |= (turned.abs() > 1e-6) | (turned.t().abs() > 1e-6)
     return together.to(torch.uint8).argmax(1)  # the first of the channels that are rotated together
 

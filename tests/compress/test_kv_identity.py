@@ -1,0 +1,170 @@
+"""Architectures that read a cache in their own ways: served exactly, or refused before anything changes."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from compress import METHODS, apply
+from compress.kv import Abreast, attach, attached, attachment_of
+from compress.kv.attach import check_attach
+from compress.kv.rotation import turn_of
+from compress.kv.support import attentions_of, keeping_layers
+
+SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": None}  # fmt: skip
+SHARING = {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 3,
+           "num_hidden_layers": 6, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
+           "vocab_size_per_layer_input": 96}  # fmt: skip
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+          "qk_nope_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+          "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}  # fmt: skip
+MORE = {
+    "gemma4_text": {**SHARING, "global_head_dim": 32},
+    "gemma3n_text": {**SHARING, "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6,
+                     "intermediate_size": [96] * 6},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16,
+                         "mamba_d_state": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
+                         "shared_intermediate_size": 32},
+    "cohere2": {"sliding_window": 8},
+    "exaone4": {"sliding_window": 8, "sliding_window_pattern": 4},
+    "deepseek_v3": LATENT,
+}  # fmt: skip
+NEAR = {"rtol": 1e-3, "atol": 1e-3}
+
+
+def decoder(kind: str, **more) -> nn.Module:
+    config = AutoConfig.for_model(kind, **{**SIZES, **MORE.get(kind, {}), **more})
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.mul_(4)
+    return model
+
+
+@pytest.fixture
+def prompts(tokens) -> tuple[Tensor, Tensor]:
+    """Two prompts, one with padding, and their mask."""
+    return torch.cat(tokens(2, 40)), (torch.arange(40) >= torch.tensor([[0], [9]])).long()
+
+
+def logits_of(model: nn.Module, ids: Tensor, mask: Tensor | None = None, **more) -> Tensor:
+    """The logits of a few written tokens, [B, new, vocabulary]."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    more = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 5, **more}
+    return torch.stack(model.generate(ids, attention_mask=mask, pad_token_id=0, **more).logits, 1)
+
+
+@pytest.mark.parametrize("kind", ["gemma4_text", "gemma3n_text"])
+def test_layers_that_share_keys(kind, prompts):
+    """Later layers read the keys of an earlier one: batches, chunks, beams, copies and every policy that keeps all."""
+    model, (ids, mask) = decoder(kind), prompts
+    assert keeping_layers(model) == [1, 3]
+    plain, beams = logits_of(model, ids, mask), model.generate(ids[:1], num_beams=3, max_new_tokens=5, do_sample=False)
+    for methods in ([], *([METHODS[name](budget=1.0)] for name in ("snapkv", "kvzip", "expected_attention"))):
+        with attached(model, methods):
+            assert_close(logits_of(model, ids, mask), plain, **NEAR)
+            assert_close(logits_of(model, ids, mask, prefill_chunk_size=7), plain, **NEAR)
+            assert torch.equal(model.generate(ids[:1], num_beams=3, max_new_tokens=5, do_sample=False), beams)
+    for keep in (1, 4):  # the later layers may compute the last tokens alone
+        told = model(ids[:1], logits_to_keep=keep).logits
+        with attached(model) as attachment:
+            cache = attachment.cache()
+            model(ids[:1, :6], past_key_values=cache)
+            assert_close(model(ids[:1, 6:], past_key_values=cache, logits_to_keep=keep).logits, told, **NEAR)
+            assert_close(model(ids[:1], use_cache=True, logits_to_keep=keep).logits, told, **NEAR)
+            assert_close(
+                model(ids[:1, :7], use_cache=False, logits_to_keep=keep).logits,
+                model(ids[:1, :7]).logits[:, -keep:],
+                **NEAR,
+            )
+    ids, told = ids[:1], model(ids[:1]).logits[:, -1:]
+    with attached(model) as attachment:
+        cache = attachment.cache(observes=True)
+        model(ids[:, :30], past_key_values=cache)
+        copies = [cache.compressed(METHODS["h2o"](budget=1.0)), cache.compressed(None)]
+        for one in copies:  # further turns
+            assert_close(model(ids[:, 30:], past_key_values=one).logits[:, -1:], told, **NEAR)
+        for one in (pair := [cache.compressed(METHODS["h2o"](budget=20)) for _ in "ab"]):
+            one.paused = True
+        alone = model(ids[:, 30:], past_key_values=copy.deepcopy(pair[0])).logits
+        both = model(ids[:, 30:].expand(2, -1), past_key_values=Abreast(pair)).logits
+        assert_close(both, alone.expand(2, -1, -1), **NEAR)
+        assert not torch.allclose(alone[:, -1:], told, atol=0.01)  # something was evicted
+        assert pair[0].get_seq_length() == 40 and [layer.length for layer in pair[0].own] == [30, 30]
+    with pytest.raises(ValueError, match="quest chooses positions for the queries of one layer"):
+        attach(model, [METHODS["quest"]()])
+
+
+@pytest.mark.parametrize("kind, reason", [("diffllama", "its logits differ by"), ("doge", "attention_mask"),
+                                          ("deepseek_v3", "multi-head latent attention")])  # fmt: skip
+def test_other_attention_is_refused(kind, reason, tokens):
+    """While a run is planned, before other methods work, and when a model is attached, which does not change it."""
+    model, methods = decoder(kind), [METHODS["snapkv"]()]
+    plain, attention = model(tokens(1)[0]).logits, model.config._attn_implementation
+    with pytest.raises(ValueError, match=reason):
+        attach(model, methods)
+    assert attachment_of(model) is None and model.config._attn_implementation == attention
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert torch.equal(model(tokens(1)[0]).logits, plain)
+    with pytest.raises(ValueError, match=reason):
+        apply([METHODS["rtn"](group_size=-1), *methods], model)
+    assert torch.equal(model(tokens(1)[0]).logits, plain)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(model.config)
+    with pytest.raises(ValueError, match=reason):
+        methods[0].check(skeleton)
+        check_attach(skeleton, methods)
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "granitemoehybrid"])
+def test_copies_of_hybrids_share_no_state(kind, tokens):
+    model, ids = decoder(kind), tokens(1, 40)[0]
+    told = model(ids).logits[:, 30:]
+    with attached(model) as attachment:
+        cache = attachment.cache(observes=True)
+        model(ids[:, :30], past_key_values=cache)
+        for _ in "ab":
+            one = cache.compressed(METHODS["snapkv"](budget=1.0))
+            for at in range(30, 40):  # each writes into its own states
+                step = model(ids[:, at : at + 1], past_key_values=one).logits
+                assert_close(step[:, 0], told[:, at - 30], **NEAR)
+
+
+@pytest.mark.parametrize(
+    "kind, without", [("smollm3", [3]), ("cohere2", [3]), ("exaone4", [3]), ("gemma4_text", []), ("gemma3n_text", []),
+                      ("glm4", []), ("llama", []), ("gpt_oss", [])]
+)  # fmt: skip
+def test_keys_move_as_the_model_moves_them(kind, without, tokens):
+    """Keys of one place, turned to another, are those that the model gives there; layers without RoPE keep theirs."""
+    model, ids = decoder(kind), tokens(1, 7)[0]
+    caches = []
+    for start in (0, 23):
+        caches.append(DynamicCache(config=model.config))
+        at = torch.arange(start, start + 7)[None]
+        model(ids, position_ids=at, attention_mask=torch.ones_like(ids), past_key_values=caches[-1])
+    for number, attention in attentions_of(model).items():
+        here, there = (getattr(cache.layers[number], "keys", None) for cache in caches)
+        if here is None:
+            continue
+        turn, at = turn_of(model, attention), torch.arange(7)[None, -here.shape[2] :]
+        assert_close(turn(turn(here, at, True), at + 23), there, **NEAR)
+        assert torch.equal(turn(here, at), here) == (number in without)
+
+
+def test_an_unknown_rotation_is_refused(tokens):
+    """HunYuan scales the channels of keys after it has rotated them."""
+    model = decoder("hunyuan_v1_dense", head_dim=16)
+    for attention in attentions_of(model).values():
+        attention.key_layernorm.weight.uniform_(0.2, 2)
+    for name in ("expected_attention", "shadowkv"):
+        with pytest.raises(ValueError, match="layer 0 rotates its keys in a way that is not known"):
+            attach(model, [METHODS[name]()])
+    assert attachment_of(model) is None
+    with attached(model, [METHODS["snapkv"](budget=1.0)]):
+        kept = logits_of(model, tokens(1)[0])
+    assert_close(kept, logits_of(model, tokens(1)[0]), **NEAR)
