@@ -283,10 +283,13 @@ def _heads_turn(block: nn.Module, link: Link, rotation: Rotation, call: Call, in
 
 
 def _value_width(model: nn.Module, producer: str) -> int:
-    """The width of a head of the values that a linear gives; it may differ from layer to layer."""
+    """The width of a head of the values that a linear gives, which may differ from layer to layer; 0: no heads."""
     attention, config = model.get_submodule(producer.rpartition(".")[0]), model.config.get_text_config()
-    named = (getattr(attention, name, None) for name in ("v_head_dim", "head_dim"))
-    return next((width for width in named if width), config.hidden_size // config.num_attention_heads)
+    for width in (getattr(attention, name, None) for name in ("v_head_dim", "head_dim")):
+        if width:
+            return width
+    heads = getattr(config, "num_attention_heads", None)
+    return config.hidden_size // heads if heads else 0
 
 
 def _takes_the_mean_off(norm: nn.Module) -> bool:
