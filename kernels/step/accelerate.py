@@ -130,6 +130,7 @@ class Acceleration:
             NotNative: the model is of another kind, or the logits differ.
         """
         model, self.why_not_in_one_call = self.model, ""
+        recognise(model)  # before any pass, because other kinds of models may not know static caches
         ids = (torch.arange(TRIED) * 7919 % model.get_input_embeddings().num_embeddings)[None]
         cache = static_cache(model, 64)
         model(ids, past_key_values=cache, use_cache=True)  # makes the cache's tensors

@@ -16,6 +16,7 @@ from kernels.lut_matmul import Codebook
 from kernels.registry import recording
 from kernels.step.cache import LayerRoom, rooms_of
 from kernels.step.decoder import STREAM, Decoder, DecoderBlock, NotNative, recognise
+from kernels.step.likeness import check_likeness
 from kernels.step.native import DecodeStep, why_not
 from kernels.step.program import Attention, Change, Handed, Products, Program, Weight
 from kernels.trellis_matmul import Trellis
@@ -70,6 +71,7 @@ def native_step(
     """
     decoder = recognise(model)
     step = step_of(decoder, rooms_of(decoder, cache), len(tokens))
+    check_likeness(model, decoder)
     restore()
     try:
         with recording() as step.kernels:

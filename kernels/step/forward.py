@@ -24,6 +24,7 @@ from kernels.step.between import add_norm, gated, turn_and_store
 from kernels.step.cache import AttendingCache, LayerRoom, attend_by_cache, rooms_of
 from kernels.step.decoder import Decoder, DecoderBlock, NotNative, recognise
 from kernels.step.joined import Joined, joined
+from kernels.step.likeness import check_likeness
 
 QUERIES = 128  # number of queries whose scores are computed at once if there is a soft cap
 CHECKED = 4  # number of last tokens of a prompt whose logits are compared
@@ -247,6 +248,7 @@ def native_prompt(model: nn.Module, cache: Cache, tokens: Tensor, laid_out: bool
     decoder = recognise(model)
     rooms = rooms_of(decoder, cache)
     prompt = NativePrompt(DecoderForward(decoder, tokens.numel() if laid_out else 0), rooms)
+    check_likeness(model, decoder)
     cache.reset()
     count = min(CHECKED, tokens.shape[1])
     at = torch.arange(tokens.shape[1])[None]

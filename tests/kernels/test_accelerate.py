@@ -245,3 +245,33 @@ def test_calls_that_ask_for_more_get_what_the_model_gives(tiny):
     for wrong in ("smollm2-135m", (model, None), torch.nn.Linear(2, 2)):
         with pytest.raises(ValueError, match="`model` .* must be a model of transformers"):
             accelerate(wrong)
+
+
+LOOKALIKES = {  # modules of a Llama, other queries and keys
+    "smollm3": ({"no_rope_layers": [1, 0]}, "block 1 makes other queries than a Llama's.* at position 0"),
+    "ernie4_5": ({}, "block 0 makes other queries"),
+    "helium": ({"head_dim": 16}, "block 0 makes other queries"),
+    "ministral3": (  # scales queries from position 64 on
+        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5,
+                                             "original_max_position_embeddings": 64}},
+        "block 0 makes other queries than a Llama's from its input, different by .* at position 112"),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", LOOKALIKES)
+def test_what_only_looks_like_a_llama_is_left_alone(architecture):
+    """Layers are compared one by one: the logits of so few tokens hardly differ."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    more, reason = LOOKALIKES[architecture]
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "pad_token_id": 0,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes, **more)).bfloat16().eval()
+    attention = model.config._attn_implementation
+    ids = torch.arange(12)[None] * 7919 % 96
+    expected = logits(model, ids)
+    with pytest.warns(UserWarning, match=f"not accelerated: {reason}"):
+        accelerate(model)
+    assert torch.equal(logits(model, ids), expected) and model.config._attn_implementation == attention
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -1,0 +1,99 @@
+"""Whether each layer of a recognised decoder prepares its attention as `kernels.step` does.
+
+A decoder may have the modules of a Llama and still rotate other channels together, rotate only in some layers, scale
+queries at late positions, or normalise values. Differences of a layer are lost among the rounding of a whole model's
+logits, so that each layer is compared by itself, with the input that its own attention gets.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from kernels import native
+from kernels.step.between import turn_and_store
+from kernels.step.decoder import Decoder, DecoderBlock, NotNative
+
+NAME = "workbench_look"
+TOKENS = 16
+# Largest relative difference of a channel, mean over channels, in units of the rounding of the model's dtype. A module
+# rounds after each of about four operations.
+ROUNDINGS = 4
+
+
+@torch.no_grad()
+def check_likeness(model: nn.Module, decoder: Decoder) -> None:
+    """Compare queries, keys and values of every layer with those that its own attention compares, at the first
+    positions and at the last ones that the model has.
+
+    Raises:
+        NotNative: a layer differs by more than rounding.
+    """
+    if reason := native.why_not():
+        raise NotNative(reason)
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or TOKENS
+    for start in sorted({0, max(most - TOKENS, 0)}):
+        with _looking(model, decoder) as looked:
+            ids = (torch.arange(TOKENS) * 7919 % model.get_input_embeddings().num_embeddings)[None]
+            at = torch.arange(start, start + TOKENS)[None]
+            model(ids, position_ids=at, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1)
+        for block in decoder.blocks:
+            hidden, *own = looked[id(block.attention)]
+            if len(own) != 3:
+                raise NotNative(f"{block.name}'s attention does not use transformers' attention interface")
+            ours = _ours(decoder, block, hidden, at)
+            for name, found, wanted in zip(("queries", "keys", "values"), ours, own, strict=True):
+                if not (difference := _difference(found, wanted)) <= ROUNDINGS * torch.finfo(decoder.dtype).eps:
+                    raise NotNative(
+                        f"{block.name} makes other {name} than a Llama's from its input, different by {difference:.2g} "
+                        f"at position {start}"
+                    )
+
+
+def _ours(decoder: Decoder, block: DecoderBlock, hidden: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [1, heads, tokens, channels] of a block as the passes here make them."""
+    q, k, v = (linear(hidden).contiguous() for linear in (block.q, block.k, block.v))
+    keys, values = q.new_empty(2, 1, block.kv_heads, TOKENS, block.channels)
+    kind = () if block.kind is None else (block.kind,)
+    tables = [table[0].float().contiguous() for table in decoder.rotary.module(torch.zeros(1), at, *kind)]
+    norms = block.query_norm, block.key_norm
+    turn_and_store(q, k, v, tuple(tables), torch.arange(TOKENS)[None], norms, keys, values, 0)
+    return q.unflatten(-1, (-1, block.channels)).transpose(1, 2), keys, values
+
+
+@contextmanager
+def _looking(model: nn.Module, decoder: Decoder) -> Iterator[dict[int, list[Tensor]]]:
+    """While the context lasts, by attention module: its input, and the queries, keys and values that it compares."""
+    looked: dict[int, list[Tensor]] = {}
+
+    def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        looked[id(module)] = [kwargs.get("hidden_states", args[0] if args else None)]
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> tuple[Tensor, None]:
+        looked[id(module)] += [query, key, value]
+        y = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return y.transpose(1, 2).contiguous(), None  # later layers are compared by their own inputs, whatever these are
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    hooks = [block.attention.register_forward_pre_hook(note, with_kwargs=True) for block in decoder.blocks]
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield looked
+    finally:
+        model.set_attn_implementation(before)
+        for hook in hooks:
+            hook.remove()
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    """The relative difference of each channel of each head, over the tokens; the mean, so that channels with large
+    values do not hide the others."""
+    found, wanted = found.float(), wanted.float()
+    relative = (found - wanted).norm(dim=2) / wanted.norm(dim=2).clamp(min=1e-20)
+    return float(relative.clamp(max=1).mean())
