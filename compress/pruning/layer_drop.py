@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from compress.dropped import drop_block, drop_part, parts_of
+from compress.dropped import decoding_error, drop_block, drop_part, parts_of, undone_if_refused
+from compress.fewer_blocks import without_blocks
 from compress.linear import parameter_count, replace
 from compress.method import Method, knob
 from compress.records import DropRecord
@@ -20,10 +21,13 @@ from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, block_calls, on_device, run_block
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
+from kernels.errors import first_line
 from kernels.linear import fast_linear
 
 KINDS = {"attention": ("attention",), "mlp": ("mlp",), "joint": ("attention", "mlp"), "block": ("block",)}
 METRICS = ("cosine", "block_influence")
+TOKENS = 8  # of the prompt behind which a model decodes with its cache before and after
+EXACT, ROUNDED = 1e-3, 0.1  # allowed share by which logits from the cache differ, in float32 and in 16 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +96,15 @@ class LayerDrop(Method):
                 f"`{knob}` (={getattr(self, knob)!r}) of layer_drop must leave some of the {there} {what} layers of "
                 f"this model: at most {there - 1}"
             )
+        if "block" in kinds:
+            self._check_config(model, len(blocks))
+
+    def _check_config(self, model: nn.Module, depth: int) -> None:
+        """Raise ValueError unless the model's config can describe it without the chosen blocks, or without some."""
+        if self.layers:
+            without_blocks(model, set(self.chosen()))
+        else:
+            first_block_to_drop(model, depth)
 
     def own_passes(self) -> str:
         return "how much each layer turns the residual stream"
@@ -103,11 +116,10 @@ class LayerDrop(Method):
     def outline(self, model: nn.Module) -> None:
         _, blocks = find_blocks(model)
         kind = KINDS[self.target][0]
-        index = next(index for index, block in enumerate(blocks) if _has(block, kind))
         if kind == "block":
-            drop_block(model, index)
+            drop_block(model, first_block_to_drop(model, len(blocks)))
         else:
-            drop_part(blocks[index], kind, {})
+            drop_part(next(block for block in blocks if _has(block, kind)), kind, {})
 
     def apply(
         self,
@@ -119,6 +131,18 @@ class LayerDrop(Method):
         originals: Mapping[str, nn.Module] | None = None,
         saved: SavedStatistics | None = None,
     ) -> list[DropRecord]:
+        prompt = batches[0][:, :TOKENS]
+        try:
+            before = decoding_error(model, prompt)
+        except Exception:  # this model cannot decode, whole or not; whether it runs shows below
+            before = float("inf")
+        with undone_if_refused(model):
+            records = self._drop(model, batches, device)
+            if before < float("inf"):
+                self._check_decoding(model, prompt, before)
+        return records
+
+    def _drop(self, model: nn.Module, batches: Sequence[Tensor], device: torch.device) -> list[DropRecord]:
         prefix, blocks = find_blocks(model)
         numbers = list(range(len(blocks)))  # original numbers of the remaining blocks
         count = len(self.chosen()) or self.count
@@ -148,6 +172,41 @@ class LayerDrop(Method):
                     drop_part(blocks[index], least.kind, outputs)
             records.append(dataclasses.replace(least, order=step + 1, parameters=size))
         return sorted([*records, *measured], key=lambda r: (r.block, r.kind))
+
+    def _check_decoding(self, model: nn.Module, ids: Tensor, before: float) -> None:
+        """Raise ValueError unless the model without its dropped parts decodes with its cache as it does without.
+
+        Args:
+            before: the difference of the whole model.
+        """
+        try:
+            error = decoding_error(model, ids)
+        except Exception as reason:  # other parts of the model need what was dropped
+            error, why = float("inf"), f"{type(reason).__name__}: {first_line(reason)}"
+        else:
+            why = f"with its cache, its logits differ by {error:.1e} of their length from those without"
+        if not error <= max(10 * before, EXACT if model.dtype == torch.float32 else ROUNDED):
+            raise ValueError(
+                f"`target` (={self.target!r}) of layer_drop: {type(model).__name__} does not run without what would be "
+                f"dropped ({why}); the model is as it was"
+            )
+
+
+def first_block_to_drop(model: nn.Module, depth: int) -> int:
+    """The first block without which the model's config can still describe it.
+
+    Raises:
+        ValueError: there is none; the message gives the reason for the first one.
+    """
+    reasons = []
+    for index in range(depth):
+        try:
+            without_blocks(model, {index})
+        except ValueError as error:
+            reasons.append(error)
+        else:
+            return index
+    raise reasons[0]
 
 
 @torch.no_grad()
@@ -254,8 +313,14 @@ def _without(block: nn.Module, kinds: Sequence[str], outputs: dict[str, int]):
 def _check_residual(
     block: nn.Module, call: Call, index: int, device: torch.device, outputs: dict[str, int], there: list[str], name: str
 ) -> None:
-    with _without(block, there, outputs):
-        rest = run_block(block, call, index, device).to(call.hidden.device)
+    try:
+        with _without(block, there, outputs):
+            rest = run_block(block, call, index, device).to(call.hidden.device)
+    except Exception as error:  # what is left needs what its attention and MLP give
+        raise ValueError(
+            f"`target` of layer_drop: {name} does not run without attention and MLP ({first_line(error)}), so neither "
+            "can be left out; target='block' would do"
+        ) from error
     moved = ((rest - call.hidden).norm() / call.hidden.norm()).item()
     if not moved < 1e-3:
         raise ValueError(

@@ -1,6 +1,7 @@
 """Rotations that spread the outliers of activations over all channels (QuaRot, Ashkboos et al., 2024,
 arXiv:2404.00456)."""
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -300,7 +301,7 @@ def _takes_the_mean_off(norm: nn.Module) -> bool:
 
 def _short(call: Call) -> Call:
     """A copy of a micro-batch whose inputs can change separately."""
-    return Call(call.hidden, call.arguments)
+    return copy.copy(call)
 
 
 def _inside(link: Link, prefix: str) -> Link:

@@ -29,10 +29,10 @@ class RotatedStream(nn.Module):
             return (self.rotation(args[0]), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": self.rotation(kwargs["hidden_states"])}
 
-    def leave(self, block: nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple:
+    def leave(self, block: nn.Module, args: tuple, output: Tensor | tuple | list) -> Tensor | tuple | list:
         """A forward hook of the last block."""
-        if isinstance(output, tuple):
-            return (self.rotation.back(output[0]), *output[1:])
+        if isinstance(output, tuple | list):
+            return type(output)([self.rotation.back(output[0]), *output[1:]])
         return self.rotation.back(output)
 
 

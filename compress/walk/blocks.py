@@ -74,8 +74,9 @@ def check_experts(model: nn.Module, skip: str, method: str) -> None:
     for name, module in blocks.named_modules(prefix=prefix):
         if cannot_be_split(module) and not is_named(name, skip):
             raise ValueError(
-                f"`skip` (={skip!r}) of {method}: {name} ({type(module).__name__}) holds the weights of its experts in "
-                f"a layout that cannot be split into linears; skip='*.{name.rpartition('.')[2]}' would leave them as "
+                f"`skip` (={skip!r}) of {method}: {name} ({type(module).__name__}) holds several matrices, such "
+                "as those of experts, in one parameter that cannot be split into linears; "
+                f"skip='*.{name.rpartition('.')[2]}' would leave them as "
                 "they are"
             )
 

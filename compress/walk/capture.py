@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from compress.walk.parallel.places import SLICES, Place, places
 from compress.walk.parallel.ranks import current
+from compress.walk.returned import Passed, Returned, first_of, passed_on, with_values
 from compress.walk.shards import OnDisk, WorkFolder
+from kernels.errors import first_line
 
 MICRO_BATCH_TOKENS = 2048  # tokens that go through a block at once
 
@@ -24,15 +26,41 @@ class Call:
     hidden: [batch, T, hidden], the input of the next block. If the call was made inside `activations_on_disk`, it lies
         on disk and is read again at each access.
     arguments: per block, the other arguments that the model passes.
+    passed: what every block gives to the next one beside `hidden`; `run_block` puts it into the arguments.
     place: the position of the micro-batch in the calibration.
     """
 
-    def __init__(self, hidden: Tensor, arguments: list[tuple[tuple, dict]] | None = None) -> None:
+    def __init__(self, hidden: Tensor, arguments: list[tuple[tuple, dict]] | None = None, passed: Passed = ()) -> None:
         self._folder = _activations.get()
         self._device = hidden.device
         self.hidden = hidden
         self.arguments = [] if arguments is None else arguments
+        self.passed = passed
         self.place = Place()
+
+    def __copy__(self) -> "Call":
+        """A call that passes through the blocks by itself."""
+        other = object.__new__(Call)
+        other.__dict__ |= self.__dict__ | {"arguments": list(self.arguments)}
+        return other
+
+    def pass_on(self, index: int, output: object) -> None:
+        """Make what block `index` gives beside its hidden state the arguments of the next block."""
+        if self.passed and index + 1 < len(self.arguments):
+            values = {key: output[place] for place, key in self.passed}
+            self.arguments[index + 1] = with_values(self.arguments[index + 1], values)
+
+    def passed_to(self, index: int) -> dict[str, Tensor]:
+        """The tensors that block `index` gets from the one before it beside its hidden state, by `str` of their key."""
+        args, kwargs = self.arguments[index] if self.passed else ((), {})
+        values = {str(key): args[key] if isinstance(key, int) else kwargs[key] for _, key in self.passed}
+        return {key: value for key, value in values.items() if value is not None}
+
+    def take(self, index: int, tensors: dict[str, Tensor]) -> None:
+        """Give block `index` what `passed_to` gave."""
+        values = {key: tensors.get(str(key)) for _, key in self.passed}
+        if values:
+            self.arguments[index] = with_values(self.arguments[index], values)
 
     @property
     def hidden(self) -> Tensor:
@@ -77,16 +105,17 @@ def block_calls(
     """
     if not batches:
         return []
-    as_tuple = _probe(model, blocks, batches[0])
+    returned, passed = _probe(model, blocks, batches[0])
     calls: list[Call] = []
     originals = list(blocks)
     latest: dict[tuple, Tensor] = {}
     try:
         for i, block in enumerate(originals):
-            blocks[i] = _Recorder(block, calls, latest, as_tuple, first=i == 0, last=i == len(originals) - 1)
-        passed = micro_batches(batches) if stacked else list(batches)
-        for batch, place in zip(passed, places(passed), strict=True):
-            if divided and not current().has(place, min(SLICES, len(passed))):
+            last = i == len(originals) - 1
+            blocks[i] = _Recorder(block, calls, latest, returned, passed, first=i == 0, last=last)
+        taken = micro_batches(batches) if stacked else list(batches)
+        for batch, place in zip(taken, places(taken), strict=True):
+            if divided and not current().has(place, min(SLICES, len(taken))):
                 continue
             with suppress(Stop):
                 model(batch.to(device_of(model)), use_cache=False)
@@ -113,11 +142,20 @@ class _Recorder(nn.Module):
     """Stands in a block's place, records the arguments that the model passes, and returns its input unchanged."""
 
     def __init__(
-        self, block: nn.Module, calls: list[Call], latest: dict, as_tuple: bool, *, first: bool, last: bool
+        self,
+        block: nn.Module,
+        calls: list[Call],
+        latest: dict,
+        returned: Returned,
+        passed: Passed,
+        *,
+        first: bool,
+        last: bool,
     ) -> None:
         super().__init__()
         object.__setattr__(self, "block", block)  # not a submodule: nothing may move or count it here
-        self.calls, self.latest, self.as_tuple, self.first, self.last = calls, latest, as_tuple, first, last
+        self.calls, self.latest, self.returned, self.passed = calls, latest, returned, passed
+        self.first, self.last = first, last
 
     def __getattr__(self, name: str):
         try:
@@ -128,12 +166,12 @@ class _Recorder(nn.Module):
     def forward(self, *args, **kwargs):
         hidden, args, kwargs = _take_hidden(args, kwargs)
         if self.first:
-            self.calls.append(Call(hidden))
+            self.calls.append(Call(hidden, passed=self.passed))
         call = self.calls[-1]
         call.arguments.append((self._keep("args", args), self._keep("kwargs", kwargs)))
         if self.last:
             raise Stop
-        return (hidden,) if self.as_tuple else hidden
+        return self.returned.of(hidden)
 
     def _keep(self, key, value):
         """The value; tensors equal to those of the previous micro-batch are shared: masks and positions repeat."""
@@ -149,16 +187,23 @@ class _Recorder(nn.Module):
         return value
 
 
-def _probe(model: nn.Module, blocks: nn.ModuleList, batch: Tensor) -> bool:
-    """Check in one pass that outputs are finite and blocks form a chain; returns whether blocks give tuples."""
-    ends: list[tuple[Tensor, object]] = []
+def _probe(model: nn.Module, blocks: nn.ModuleList, batch: Tensor) -> tuple[Returned, Passed]:
+    """Check in one pass that outputs are finite and blocks form a chain; returns what blocks return, and what they
+    give to the next block beside the hidden state."""
+    inputs: list[tuple[Tensor, tuple, dict]] = []
+    outputs: list[object] = []
 
     def hook(module, args, kwargs, output):
-        ends.append((_take_hidden(args, kwargs)[0], output))
+        inputs.append(_take_hidden(args, kwargs))
+        outputs.append(output)
 
     handles = [block.register_forward_hook(hook, with_kwargs=True) for block in blocks]
     try:
         logits = model(batch.to(device_of(model)), use_cache=False).logits
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(
+            f"`model` ({type(model).__name__}) cannot run the first batch: {type(error).__name__}: {first_line(error)}"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -167,18 +212,22 @@ def _probe(model: nn.Module, blocks: nn.ModuleList, batch: Tensor) -> bool:
             "`batches`: the model's outputs on the first batch hold NaN or infinity; check the batch, the "
             "model's weights, and its `dtype` (float16 overflows where bfloat16 does not)"
         )
-    for (_, output), (following, _) in zip(ends, ends[1:], strict=False):
-        if not torch.equal(_first(output), following):
+    passed: Passed = ()
+    for output, (following, args, kwargs) in zip(outputs, inputs[1:], strict=False):
+        if not torch.equal(first_of(output), following):
             raise ValueError(
                 "`model`: its blocks do not form a chain (a block's input is not the output of the one before)"
             )
-    return isinstance(ends[0][1], tuple)
+        passed = tuple(dict.fromkeys((*passed, *passed_on(output, args, kwargs))))
+    return Returned.like(outputs[0]), passed
 
 
 def run_block(block: nn.Module, call: Call, index: int, device: torch.device) -> Tensor:
     """Output [batch, T, hidden] of a block for one micro-batch."""
     args, kwargs = mapped(call.arguments[index], lambda t: t.to(device))
-    return _first(block(call.hidden.to(device), *args, **kwargs))
+    output = block(call.hidden.to(device), *args, **kwargs)
+    call.pass_on(index, output)
+    return first_of(output)
 
 
 def advance(block: nn.Module, calls: Sequence[Call], index: int, device: torch.device) -> None:
@@ -227,10 +276,6 @@ def _take_hidden(args: tuple, kwargs: dict) -> tuple[Tensor, tuple, dict]:
     return rest.pop("hidden_states"), (), rest
 
 
-def _first(output) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
-
-
 class Tail:
     """The part of a model after its last block, which is its final norm and its head, called as the model itself calls
     them."""
@@ -251,7 +296,7 @@ class Tail:
         with suppress(Stop):
             model(batches[0].to(device_of(model)), use_cache=False)
         handle.remove()
-        self.as_tuple = isinstance(seen[0], tuple)
+        self.returned = Returned.like(seen[0])
 
     def logits(self, i: int, hidden: Tensor, *, last: int = 0) -> Tensor:
         """[batch, T, vocabulary] of micro-batch i, whose last block gave `hidden` [batch, T, hidden].
@@ -263,7 +308,7 @@ class Tail:
         only = {"logits_to_keep": last} if last else {}
         try:
             for n, block in enumerate(originals):
-                self.blocks[n] = _Given(block, hidden, self.as_tuple)
+                self.blocks[n] = _Given(block, self.returned.of(hidden))
             return self.model(self.batches[i].to(device_of(self.model)), use_cache=False, **only).logits
         finally:
             for n, block in enumerate(originals):
@@ -273,10 +318,10 @@ class Tail:
 class _Given(nn.Module):
     """Stands in a block's place and gives this output, whatever the input."""
 
-    def __init__(self, block: nn.Module, output: Tensor, as_tuple: bool) -> None:
+    def __init__(self, block: nn.Module, output: object) -> None:
         super().__init__()
         object.__setattr__(self, "block", block)  # not a submodule
-        self.output, self.as_tuple = output, as_tuple
+        self.output = output
 
     def __getattr__(self, name: str):
         try:
@@ -285,7 +330,7 @@ class _Given(nn.Module):
             return getattr(object.__getattribute__(self, "block"), name)
 
     def forward(self, *args, **kwargs):
-        return (self.output,) if self.as_tuple else self.output
+        return self.output
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -66,7 +66,8 @@ class Chain:
         """
         for call in () if last else self.calls:
             with whole_file(self._file(index, call)) as temporary:
-                save_file({"hidden": call.hidden.detach().cpu().contiguous()}, temporary)
+                state = {"hidden": call.hidden, **call.passed_to(index + 1)}
+                save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, temporary)
         current().check()  # every process has written its outputs before any block is stored
         yield
         current().check()
@@ -88,7 +89,9 @@ class Chain:
     def _read(self, index: int) -> None:
         for call in self.calls:
             with safe_open(self._file(index, call), "pt") as file:  # cloned: memory of its own, aligned as any other
-                call.hidden = file.get_tensor("hidden").clone().to(call.hidden.device)
+                state = {name: file.get_tensor(name).clone().to(call.hidden.device) for name in file.keys()}  # noqa: SIM118 (no dict)
+                call.hidden = state.pop("hidden")
+                call.take(index + 1, state)
 
     def _forget_before(self, index: int) -> None:
         for folder in self.store.folder.glob("after_*"):

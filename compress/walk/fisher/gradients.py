@@ -113,6 +113,11 @@ class _Backward:
         inputs: dict[int, list[Call]] = {}  # inputs of the unfinished blocks
         with torch.no_grad(), fast_linear(), activations_on_disk(WorkFolder(self.store.folder)):
             calls = block_calls(self.model, self.blocks, self.batches, stacked=False)
+            if calls[0].passed:
+                raise ValueError(
+                    f"`model` ({type(self.model).__name__}): its blocks pass on more than one tensor, and gradients of "
+                    "the loss are followed through one: methods that use no Fisher information would do"
+                )
             tail = Tail(self.model, self.blocks, self.batches, stacked=False)
             gradients = [copy.copy(call) for call in calls]  # of the current block's output
             chain = Chain(self.store, gradients)

@@ -1,0 +1,147 @@
+"""The config of a model without some of its blocks, and whether a model of it would be the same."""
+
+import copy
+import tempfile
+from collections.abc import Iterator, Set
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from compress.linear import CompressedLinear, is_linear, shape_of
+from compress.walk.blocks import find_blocks
+from compress.walk.experts import SplitExperts, is_fused_experts
+from compress.walk.offload import empty_weights
+from kernels.errors import first_line
+
+NUMBERS = ("layer_idx", "layer_id")  # attributes in which the modules of a block keep its number
+PLAIN = (int, float, bool, str, type(None))
+
+
+def without_blocks(model: nn.Module, gone: Set[int]) -> dict[str, Any]:
+    """The settings of the config of a model's decoder after blocks are removed, those that change.
+
+    A model is built from them, without memory for its weights, and compared with the remaining one: settings may give
+    the kinds of blocks by lists, by intervals, or counted from the last block. The model is not changed.
+
+    Raises:
+        ValueError: a model of the changed config would be another one.
+    """
+    config, reason = model.config.get_text_config(), ""
+    for lists in _lists_by_block(config):
+        settings: dict[str, Any] = {
+            key: [value for index, value in enumerate(vars(config)[key]) if index not in gone] for key in lists
+        }
+        settings["num_hidden_layers"] = len(find_blocks(model)[1]) - len(gone)
+        problem = _problem(model, settings, gone)
+        if not problem:
+            return settings
+        reason = reason or problem
+    shown = ", ".join(map(str, sorted(gone)))
+    raise ValueError(
+        f"`model` ({type(model).__name__}): its config cannot describe it without the blocks {shown}: {reason}; other "
+        "blocks (`layers`), or attention or mlp as `target`, may do"
+    )
+
+
+def _lists_by_block(config: PreTrainedConfig) -> Iterator[list[str]]:
+    """Choices of the config's lists that have one entry per block, such as `layer_types`, the likely one first.
+
+    They are the lists whose length in the config's class follows the number of blocks, also for deeper models. Where
+    this does not suffice, one other list of names has its length for the same reason.
+    """
+    depth, key = config.num_hidden_layers, config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    lists = {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == depth}
+    try:
+        deeper = {more: vars(type(config)(**{key: more})) for more in (depth + 1, depth + 2)}
+    except Exception:  # a class that needs more than a depth makes no such lists itself
+        deeper = {}
+
+    def follows(name: str) -> bool:
+        others = ((one.get(name), more) for more, one in deeper.items())
+        return bool(deeper) and all(isinstance(other, list) and len(other) == more for other, more in others)
+
+    known = [name for name in lists if follows(name)]
+    yield known
+    for name, value in lists.items():
+        if name not in known and all(isinstance(one, str) for one in value):
+            yield [*known, name]
+
+
+def _problem(model: nn.Module, settings: dict[str, Any], gone: Set[int]) -> str:
+    """The first difference between a model and one that is built from a changed config; "" if there is none."""
+    whole = copy.deepcopy(model.config)
+    try:
+        for key, value in settings.items():
+            setattr(whole.get_text_config(), key, value)
+        with tempfile.TemporaryDirectory() as folder:
+            whole.save_pretrained(folder)
+            saved = type(whole).from_pretrained(folder)
+        with empty_weights():
+            built = type(model)(saved)
+    except Exception as error:  # configs and models of other authors check themselves in many ways
+        return first_line(error)
+    prefix, blocks = find_blocks(model)
+    theirs = find_blocks(built)[1]
+    left = [index for index in range(len(blocks)) if index not in gone]
+    if len(theirs) != len(left):
+        return f"it would have {len(theirs)} blocks"
+    for block, index in zip(theirs, left, strict=True):
+        if problem := _difference(blocks[index], block, f"{prefix}.{index}"):
+            return problem
+    return _difference(model, built, "", leave=prefix)
+
+
+def _difference(ours: nn.Module, theirs: nn.Module, name: str, *, leave: str = "") -> str:
+    """The first difference of two modules in their kinds, shapes and plain attributes; "" if there is none.
+
+    Args:
+        leave: the name of a module that is not compared.
+    """
+    if name and name == leave or _stands_for(ours, theirs):
+        return ""
+    if type(ours) is not type(theirs):
+        return f"{name} would be a {type(theirs).__name__}, not a {type(ours).__name__}"
+    shapes = [_shapes(module, with_buffers=not leave) for module in (ours, theirs)]
+    for key in sorted(shapes[0].keys() | shapes[1].keys()):
+        if shapes[0].get(key) != shapes[1].get(key):
+            return f"{name}.{key} would have the shape {shapes[1].get(key)}, not {shapes[0].get(key)}"
+    own, other = (_plain(module) if not leave else {} for module in (ours, theirs))
+    for key in sorted(own.keys() | other.keys()):
+        if own.get(key) != other.get(key):
+            return f"{name}.{key} would be {other.get(key)}, not {own.get(key)}"
+    if missing := sorted(set(ours._modules) ^ set(theirs._modules)):
+        return f"{name}.{missing[0]} would be in one of them alone"
+    for child, module in theirs._modules.items():
+        if module is None or ours._modules[child] is None:
+            continue
+        inner = f"{name}.{child}".removeprefix(".")
+        if problem := _difference(ours._modules[child], module, inner, leave=leave):
+            return problem
+    return ""
+
+
+def _shapes(module: nn.Module, *, with_buffers: bool) -> dict[str, tuple[int, ...]]:
+    """The shapes of a module's own weights, and of its stored buffers."""
+    stored = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+    tensors = module._parameters | (stored if with_buffers else {})
+    return {key: tuple(tensor.shape) for key, tensor in tensors.items() if tensor is not None}
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    """The numbers, names and flags that a module keeps for itself, without its number and that of all blocks."""
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, PLAIN)
+        and not key.startswith("_")
+        and key not in (*NUMBERS, "num_hidden_layers", "training")
+    }
+
+
+def _stands_for(ours: nn.Module, theirs: nn.Module) -> bool:
+    """Whether a module is a changed form of the other one: a compressed weight, split experts, or a dropped part."""
+    if isinstance(ours, CompressedLinear) and is_linear(theirs):
+        return shape_of(ours) == shape_of(theirs)
+    changed = type(ours).__module__.partition(".")[0] == "compress"
+    return changed and (not isinstance(ours, SplitExperts) or is_fused_experts(theirs))
