@@ -33,11 +33,10 @@ SIZES: dict[str, Any] = {
     "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8, "o_groups": 2, "o_lora_rank": 16,
     "shared_intermediate_size": 64, "dense_intermediate_size": 96,
 }  # fmt: skip
-# These stand for the others where a test takes many architectures.
-USUAL = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi", "phi3", "opt", "gpt2", "gpt_neox", "mixtral",
-    "qwen3_moe", "qwen2_moe", "gpt_oss",
-)  # fmt: skip
+# These stand for the others where a test takes many architectures: of every kind a few, and some that are built alike.
+KINDS = (("llama", "qwen3", "gemma2", "gemma3_text"), ("gpt2", "opt", "phi"), ("qwen2_moe", "gpt_oss"))
+ALIKE = ("mistral", "qwen2", "phi3", "gpt_neox", "qwen3_moe", "mixtral")
+USUAL = (*sum(KINDS, ()), *ALIKE)
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # the first one that a class knows
 _MLA = {"num_key_value_heads": 4}
 _WINDOWS = {"layer_types": ("sliding_attention", "full_attention")}
