@@ -61,6 +61,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "flint": {},
     "gemma": {},
     "gemma2": {},
+    "gemma2:scaled": {"query_pre_attn_scalar": 16},
     "gemma3_text": _WINDOWS,
     "glm": {},
     "glm4": {},

