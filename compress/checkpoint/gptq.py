@@ -155,10 +155,9 @@ class Layout:
         head = next((n for n, m in model.named_modules() if m is model.get_output_embeddings()), None)
         own = {name: self.schemes.get(name) for name in linear_names(model) if name != head}
         own = {name: scheme for name, scheme in own.items() if scheme != self.scheme}
-        for names in fused_linears(model):  # vLLM looks them up by the name of the fused linear
+        for one, names in fused_linears(model).items():  # vLLM looks them up by the name of the fused linear
             if all(name in own for name in names) and len({own[name] for name in names}) == 1:
-                parent = names[0].rpartition(".")[0]
-                own[f"{parent}.{'qkv_proj' if len(names) == 3 else 'gate_up_proj'}"] = own[names[0]]
+                own[one] = own[names[0]]
         patterns = {}
         for name, scheme in own.items():
             start = "-:" if scheme is None else "+:"

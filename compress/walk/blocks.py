@@ -12,6 +12,8 @@ from compress.embedding import CompressedEmbedding, find_ends
 from compress.linear import CompressedLinear, is_linear, shape_of
 from compress.walk.experts import cannot_be_split, expert_count, is_fused_experts, split_shapes
 
+NARROW = 256  # columns; matrices with fewer, and less than an eighth of the residual stream, are not compressed
+
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Name and list of the model's blocks: the outermost ModuleList that holds the most parameters.
@@ -64,8 +66,8 @@ def _inside(model: nn.Module, skip: str) -> dict[str, tuple[int, int]]:
             shapes[name] = shape_of(module)
         elif is_fused_experts(module):
             shapes |= {f"{name}.{expert}": shape for expert, shape in split_shapes(module).items()}
-    routers = _routers(prefix, blocks)
-    return {name: shape for name, shape in shapes.items() if not _reason_to_keep(name, prefix, skip, routers)}
+    left = _left_by_all(model, prefix, blocks)
+    return {name: shape for name, shape in shapes.items() if not _reason_to_keep(name, prefix, skip, left)}
 
 
 def check_experts(model: nn.Module, skip: str, method: str) -> None:
@@ -110,13 +112,13 @@ def kept_weights(model: nn.Module, skips: Sequence[str]) -> list[dict[str, Any]]
         skips: the knob `skip` of each method of the recipe that stores weights.
     """
     prefix, blocks = find_blocks(model)
-    routers = _routers(prefix, blocks)
+    left = _left_by_all(model, prefix, blocks)
     kept = []
     for name, parameter in model.named_parameters():
         owner_name = name.rpartition(".")[0]
         owner = model.get_submodule(owner_name)
         if is_linear(owner):
-            reasons = (_reason_to_keep(owner_name, prefix, skip, routers) for skip in skips)
+            reasons = (_reason_to_keep(owner_name, prefix, skip, left) for skip in skips)
             reason = next(filter(None, reasons), "no method of the recipe takes it")
         else:
             reason = f"not a linear ({type(owner).__name__})" if skips else "no method of the recipe takes it"
@@ -129,13 +131,41 @@ def is_named(name: str, patterns: str) -> bool:
     return any(fnmatch.fnmatch(name, pattern.strip()) for pattern in patterns.split(",") if pattern.strip())
 
 
-def _reason_to_keep(name: str, prefix: str, skip: str, routers: set[str]) -> str:
-    """Why no method takes this linear; empty if one does."""
+def _reason_to_keep(name: str, prefix: str, skip: str, left: dict[str, str]) -> str:
+    """Why no method takes this linear; empty if one does. left: linears that no method takes, with the reason."""
     if not name.startswith(prefix + "."):
         return "outside the blocks"
     if is_named(name, skip):
         return f"named by skip ({skip})"
-    return "routes tokens to experts" if name in routers else ""
+    return left.get(name, "")
+
+
+def _left_by_all(model: nn.Module, prefix: str, blocks: nn.ModuleList) -> dict[str, str]:
+    """Linears inside the blocks that no method takes, by name, with the reason.
+
+    Matrices with few columns (the rank of Mamba's time steps, the streams of Gemma 3n) give scales and gates: they hold
+    few weights, many outputs depend on each, and no useful group of columns divides them.
+    """
+    stream = model.get_input_embeddings().embedding_dim
+    linears = {
+        name: module
+        for name, module in blocks.named_modules(prefix=prefix, remove_duplicate=False)
+        if is_linear(module)
+    }
+    owners: dict[int, list[str]] = {}
+    for name, module in linears.items():
+        stored = isinstance(module, CompressedLinear)
+        owners.setdefault(id(module if stored else module.weight), []).append(name)
+    left: dict[str, str] = {}
+    for name, module in linears.items():
+        columns = shape_of(module)[1]
+        if columns < NARROW and columns * 8 <= stream:
+            left[name] = f"narrow: it has {columns} columns, and the residual stream has {stream}"
+    for names in owners.values():
+        for name in names if len(names) > 1 else ():
+            other = next(one for one in names if one != name)
+            left[name] = f"{other} has the same weight, which is stored once"
+    return left | dict.fromkeys(_routers(prefix, blocks), "routes tokens to experts")
 
 
 def _routers(prefix: str, blocks: nn.ModuleList) -> set[str]:

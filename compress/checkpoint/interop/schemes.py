@@ -9,11 +9,20 @@ from typing import Any
 from torch import nn
 
 from compress.checkpoint.interop.transformers_config import linear_names
+from compress.linear import shape_of
 from kernels.w8a8_matmul import BLOCK
 
 PACKED, INTS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
-# Linears that vLLM multiplies as one.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Linears that vLLM multiplies as one, by the name of that one. Where keys serve as values there is no v_proj.
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "w13": ("w1", "w3"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+MARLIN_OUTPUTS = 64  # the same kernel takes outputs in multiples of this, all fused linears together
 MARLIN_GROUPS = (32, 64, 128)  # columns; vLLM's kernel for NVIDIA GPUs takes these groups and whole rows
 
 
@@ -225,13 +234,7 @@ def quantization_config(schemes: Mapping[str, Scheme], model: nn.Module) -> dict
 
 def vllm_remarks(schemes: Mapping[str, Scheme], model: nn.Module) -> list[str]:
     """Remarks for users of vLLM 0.33 on the linears that it multiplies, from its sources."""
-    remarks = []
-    for names in fused_linears(model):
-        found = {schemes.get(name) for name in names}
-        if len(found) > 1:
-            shown = "; ".join(f"{name.rpartition('.')[2]}: {schemes.get(name) or 'not quantised'}" for name in names)
-            remarks.append(f"vLLM does not load this: it multiplies {', '.join(names)} as one, stored as {shown}")
-            break
+    remarks = _of_fused(schemes, model)
     for scheme in dict.fromkeys(schemes.values()):
         if scheme.strategy == "block" and scheme.format == INTS:
             remarks.append("vLLM does not load this: it has no int8 weights with a scale per block")
@@ -250,13 +253,36 @@ def vllm_remarks(schemes: Mapping[str, Scheme], model: nn.Module) -> list[str]:
     return remarks
 
 
-def fused_linears(model: nn.Module) -> list[list[str]]:
-    """Names of the linears of a model that vLLM multiplies as one, for models with the usual names."""
+def _of_fused(schemes: Mapping[str, Scheme], model: nn.Module) -> list[str]:
+    """Remarks on linears that vLLM multiplies together, one of each kind."""
+    remarks: dict[tuple[str, str], str] = {}
+    fused = fused_linears(model)
+    alone = set(schemes) - {name for names in fused.values() for name in names}
+    for one, names in [*fused.items(), *((name, [name]) for name in schemes if name in alone)]:
+        kind, found = one.rpartition(".")[2], {schemes.get(name) for name in names}
+        if len(found) > 1:
+            shown = "; ".join(f"{name.rpartition('.')[2]}: {schemes.get(name) or 'not quantised'}" for name in names)
+            remark = f"vLLM does not load this: it multiplies {', '.join(names)} as one, stored as {shown}"
+            remarks.setdefault(("apart", kind), remark)
+        outputs = sum(shape_of(model.get_submodule(name))[0] for name in names)
+        if any(scheme and scheme.format == PACKED for scheme in found) and outputs % MARLIN_OUTPUTS:
+            remark = (
+                f"vLLM's Marlin kernel takes outputs in multiples of {MARLIN_OUTPUTS}, and {' and '.join(names)} "
+                f"{'have' if len(names) > 1 else 'has'} {outputs}; without that kernel, it needs a slower one or fails"
+            )
+            remarks.setdefault(("narrow", "alone" if one in alone else kind), remark)
+    return list(remarks.values())
+
+
+def fused_linears(model: nn.Module) -> dict[str, list[str]]:
+    """By the name of the linear that vLLM makes of them, the names of a model's linears that it multiplies as one, for
+    models with the usual names."""
     names = set(linear_names(model))
-    groups = []
+    groups = {}
     for name in linear_names(model):
         parent, _, child = name.rpartition(".")
-        for together in FUSED:
-            if child == together[0] and all(f"{parent}.{other}" in names for other in together):
-                groups.append([f"{parent}.{other}" for other in together])
+        for one, together in FUSED.items():
+            there = [f"{parent}.{other}" for other in together if f"{parent}.{other}" in names]
+            if child == together[0] and len(there) >= 2 and there[:2] == [f"{parent}.{n}" for n in together[:2]]:
+                groups[f"{parent}.{one}"] = there
     return groups
