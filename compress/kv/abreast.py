@@ -92,7 +92,7 @@ class Abreast(Cache):
             ys.append(cache.layers[layer_idx].attend_beside(q[i : i + 1], k, v, one, about))
         return torch.cat(ys)
 
-    def finish(self) -> None:
-        """The work after a pass."""
+    def end(self) -> None:
+        """Finish a pass."""
         for cache in self.caches:
             cache.finish()

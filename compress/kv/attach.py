@@ -1,5 +1,6 @@
 """Attach a compressed cache to a model: `generate` then uses it, and `undo` leaves the model as it was."""
 
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,12 +10,13 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
+from compress.kv.abreast import Abreast
 from compress.kv.attention import NAME, expect, note_hidden, register
 from compress.kv.cache import CompressedCache
 from compress.kv.identity import check_identity
 from compress.kv.policy import CacheMethod
 from compress.kv.rotation import check_rotations
-from compress.kv.support import check_model
+from compress.kv.support import PlainCache, check_model
 
 SLOTS = ("policy", "storage", "reading", "projecting")
 
@@ -38,6 +40,8 @@ class Attachment:
         self._before = model.config._attn_implementation
         enter = model.register_forward_pre_hook(self._enter, with_kwargs=True)
         self._hooks = [enter, model.register_forward_hook(self._leave, with_kwargs=True)]
+        self._hooks.append(model.base_model.register_forward_pre_hook(self._warn, with_kwargs=True))
+        self._warned = False
         for module in model.modules():
             if hasattr(module, "layer_idx"):  # attention; in some models also its block, which comes first
                 self._hooks.append(module.register_forward_pre_hook(self._note, with_kwargs=True))
@@ -76,6 +80,8 @@ class Attachment:
             kwargs["past_key_values"] = given = self._stands_for[given]
         if not isinstance(given, CompressedCache):
             return args, kwargs
+        if given.listener is None:
+            given.begin(model)
         if given.listener is None and (given.observes or given.policy is not None and given.policy.runs_model):
             ids = kwargs.get("input_ids", args[0] if args else None)
             if ids is None:
@@ -86,15 +92,39 @@ class Attachment:
             given.masks.append(torch.ones_like(ids).bool() if mask is None else given.mask[:, -ids.shape[1] :].clone())
         return args, kwargs
 
+    def _warn(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Warn once if a pass does not compress its cache although methods are attached."""
+        if self._warned or not attached_methods(self.model) or self.model.config._attn_implementation != NAME:
+            return
+        given = kwargs.get("past_key_values")
+        use_cache = kwargs.get("use_cache")
+        if given is None:
+            config = self.model.config.get_text_config(decoder=True)
+            silent = not (getattr(config, "use_cache", True) if use_cache is None else use_cache)
+            how = "it was called without `use_cache=True` and without a cache"
+            if body is not self.model and use_cache:
+                how = f"{type(body).__name__} was called by itself, and not {type(self.model).__name__}"
+        else:  # further passes of a cache say nothing new
+            silent = isinstance(given, CompressedCache | Abreast | PlainCache) or bool(given.get_seq_length() > 0)
+            how = f"it got a {type(given).__name__} (by `cache_implementation` or `past_key_values`)"
+        if silent:
+            return
+        self._warned = True
+        methods = ", ".join(str(method) for method in attached_methods(self.model))
+        warnings.warn(
+            f"the cache of this pass is not compressed, although {methods} is attached: {how}. `generate` without a "
+            "`cache_implementation`, and calls with `use_cache=True`, compress it; `use_cache=False` keeps none",
+            stacklevel=2,
+        )
+
     def _note(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         note_hidden(kwargs.get("hidden_states", args[0] if args else None))
 
     def _leave(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         note_hidden(None)
         expect(None)
-        cache = kwargs.get("past_key_values")
-        if hasattr(cache, "finish"):
-            cache.finish()
+        if isinstance(cache := kwargs.get("past_key_values"), CompressedCache | Abreast):
+            cache.end()
 
 
 def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:

@@ -87,6 +87,8 @@ class CompressedCache(Cache):
         methods = [method for method in (policy, storage, reading, projecting) if method is not None]
         if observes or any(method.turns for method in methods):
             learned_rotations(model)
+        self._begun = False  # whether a pass has begun that has not ended
+        self._updated: KVLayer | None = None  # the layer that got new keys last
         self._unkept: list[Callable[[], None]] = []  # keep the tokens of layers whose keys later layers read, too
         self.reader = None if reading is None else Reader(reading, self._keeping)
 
@@ -104,9 +106,15 @@ class CompressedCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take new keys and values [B, H_kv, n, D] of a layer; the attention that follows keeps them."""
+        if self._updated is not None and self._updated.incoming is not None and self._updated.number != layer_idx:
+            raise ValueError(
+                "`past_key_values` is a compressed cache, which this model's attention does not use: the model must be "
+                "attached (`compress.kv.attach`), with its attention as `attach` sets it"
+            )
         given = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if isinstance(self.layers[layer_idx], KVLayer):
-            expect(partial(self._attend, self.layers[layer_idx]))
+        if isinstance(layer := self.layers[layer_idx], KVLayer):
+            self._updated = layer
+            expect(partial(self._attend, layer))
         return given
 
     def pass_over(self, layer_idx: int, tokens: int) -> None:
@@ -291,6 +299,29 @@ class CompressedCache(Cache):
 
     # A pass.
 
+    def begin(self, model: nn.Module) -> None:
+        """Note that a pass of this model begins.
+
+        Raises:
+            ValueError: the cache is another model's, or an earlier pass was interrupted.
+        """
+        if model is not self.model:
+            raise ValueError(
+                f"`past_key_values` was made for another {type(self.model).__name__}: make one for this model"
+            )
+        if self._begun:
+            raise ValueError(
+                "`past_key_values`: an earlier pass over this cache was interrupted, so that its layers hold different "
+                "tokens: start again with a new cache"
+            )
+        self._begun = True
+
+    def end(self) -> None:
+        """Finish a pass that has begun."""
+        if self.listener is None:
+            self.finish()
+            self._begun = False
+
     def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
         """Take a layer's new tokens and attend, for passes without transformers' modules: see
         `kernels.step.cache.AttendingCache`."""
@@ -466,8 +497,6 @@ class CompressedCache(Cache):
     def finish(self) -> None:
         """The work after a pass that needs all layers: keeping the tokens of layers that others read, joining, reading
         the prompt again, and shared evictions."""
-        if self.listener is not None:
-            return
         for keep in self._unkept:
             keep()
         self._unkept = []

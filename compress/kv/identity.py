@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig
+from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig
 
 from compress.kv.rotation import check_rotations
-from compress.kv.support import evaluating
+from compress.kv.support import evaluating, plain_cache
 from compress.walk.capture import device_of
 from kernels.errors import first_line
 
@@ -68,7 +68,7 @@ def _compare(model: nn.Module, name: str, attached: Attached) -> None:
     ids = (torch.arange(count, device=device_of(model)) * 7919 % model.get_input_embeddings().num_embeddings)[None]
     with evaluating(model):
         with _refusing(name, "without a compressed cache"):
-            own = _by_pieces(model, ids, DynamicCache(config=model.config.get_text_config(decoder=True)))
+            own = _by_pieces(model, ids, plain_cache(model))
             noise = _difference(model(ids, use_cache=False).logits, own)
         if not own.isfinite().all():
             raise ValueError(f"`model` ({name}) gives logits that are not finite, so that no cache can be compared")
@@ -94,7 +94,6 @@ def _refusing(name: str, how: str) -> Iterator[None]:
 
 def _by_pieces(model: nn.Module, ids: Tensor, cache: Cache) -> Tensor:
     """Logits [1, tokens, vocabulary] of a prompt and single tokens behind it."""
-    cache._is_user_defined = True  # an attached model leaves it alone
     pieces = ids.split([PROMPT, *[1] * DECODED], 1)
     return torch.cat([model(piece, past_key_values=cache, use_cache=True).logits for piece in pieces], 1)
 

@@ -449,9 +449,9 @@ def packed(queries: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def visible_positions(starts: Tensor, kept: int, mask: Tensor | None, n: int, new: int | None = None) -> Tensor:
-    """bool [B, H_kv or 1, n, kept + new]: the kept positions of a row, and the new tokens (n if `new` is None) up to each
-    of the last n. One mask serves all heads if they keep the same number, which is tested on CPUs alone: other devices
-    would have to be waited for."""
+    """bool [B, H_kv or 1, n, kept + new]: the kept positions of a row, and the new tokens (n, if `new` is None) up to
+    each of the last n. One mask serves all heads if they keep the same number, which is tested on CPUs alone: other
+    devices would have to be waited for."""
     device = starts.device
     if device.type == "cpu" and bool((starts == starts[:, :1]).all()):
         starts = starts[:, :1]

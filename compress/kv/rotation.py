@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
-from compress.kv.support import attentions_of, evaluating, keeping_layers
+from compress.kv.support import attentions_of, evaluating, keeping_layers, plain_cache
 from compress.walk.capture import device_of
 
 TOKENS, MOVED = 6, 50  # read at the first places, and this much later
@@ -157,8 +156,7 @@ def _held(model: nn.Module, start: int) -> dict[int, Held]:
     """What each layer keeps of a few tokens from this position on."""
     device = device_of(model)
     ids = (torch.arange(TOKENS, device=device) * 7919 % model.get_input_embeddings().num_embeddings)[None]
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    cache._is_user_defined = True  # an attached model leaves it alone
+    cache = plain_cache(model)
     at = torch.arange(start, start + TOKENS, device=device)[None]
     model(ids, position_ids=at, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
     keeping = {number: layer for number, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None}

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from transformers import DynamicCache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
 from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -37,6 +38,15 @@ def keeping_layers(model: nn.Module) -> list[int]:
     kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
     gone = {part.layer_idx for part in dropped_parts(model).values()}
     return [i for i, kind in enumerate(kinds) if kind == "full_attention" and i not in gone]
+
+
+class PlainCache(DynamicCache):
+    """transformers' own cache, for passes in which an attached model must not use a compressed one."""
+
+
+def plain_cache(model: nn.Module) -> PlainCache:
+    """An empty one."""
+    return PlainCache(config=model.config.get_text_config(decoder=True))
 
 
 def storing_layers(model: nn.Module) -> set[int]:

@@ -1,6 +1,7 @@
 """Architectures that read a cache in their own ways: served exactly, or refused before anything changes."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -168,3 +169,41 @@ def test_an_unknown_rotation_is_refused(tokens):
     with attached(model, [METHODS["snapkv"](budget=1.0)]):
         kept = logits_of(model, tokens(1)[0])
     assert_close(kept, logits_of(model, tokens(1)[0]), **NEAR)
+
+
+def test_a_cache_that_is_not_compressed_is_told(tiny, tokens):
+    """Once for a model: by which call transformers keeps a cache of its own although methods are attached."""
+    model, ids, methods = tiny("llama"), tokens(1, 40)[0], [METHODS["streaming"](budget=8)]
+    model.generation_config.eos_token_id = None
+    for call, how in (
+        (lambda: model(ids), "called without `use_cache=True`"),
+        (lambda: model.model(ids, use_cache=True), "LlamaModel was called by itself, and not LlamaForCausalLM"),
+        (lambda: logits_of(model, ids, cache_implementation="static", disable_compile=True), "it got a StaticCache"),
+        (lambda: model.generate(ids, past_key_values=DynamicCache(), max_new_tokens=3), "it got a DynamicCache"),
+    ):
+        with attached(model, methods), pytest.warns(UserWarning, match=f"not compressed.*{how}") as told:
+            call(), call()
+        assert len([one for one in told if "not compressed" in str(one.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with attached(model):  # nothing was asked for
+            model(ids)
+        with attached(model, methods):
+            model(ids, use_cache=False), logits_of(model, ids), model(ids, use_cache=True)
+
+
+def test_caches_of_other_models_and_of_interrupted_passes_are_refused(tiny, tokens):
+    ours, other, ids = tiny("llama"), tiny("llama", 1), tokens(1, 40)[0]
+    with attached(ours, [METHODS["streaming"](budget=8)]) as attachment:
+        with pytest.raises(ValueError, match="the model must be attached"):
+            other(ids, past_key_values=attachment.cache())
+        with attached(other), pytest.raises(ValueError, match="made for another LlamaForCausalLM"):
+            other(ids, past_key_values=attachment.cache())
+        cache = attachment.cache()
+        ours(ids[:, :20], past_key_values=cache)
+        stop = ours.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            ours(ids[:, 20:], past_key_values=cache)
+        stop.remove()
+        with pytest.raises(ValueError, match="an earlier pass over this cache was interrupted"):
+            ours(ids[:, 20:], past_key_values=cache)
