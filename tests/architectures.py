@@ -81,7 +81,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "seed_oss": {},
     "smollm3": {"no_rope_layers": (1, 0)},
     "vaultgemma": _WINDOWS,
-    "gemma4_unified_text": {"per_layer_config": {"03": {"head_dim": 32}}},
+    "gemma4_unified_text": {
+        "layer_types": ("sliding_attention",) * 3 + ("full_attention",),
+        "per_layer_config": {"03": {"head_dim": 32}},
+    },
     "kolibri1": {},
     "lfm3": {"layer_types": ("conv", "full_attention")},
     "beam": {},
@@ -285,6 +288,18 @@ def tiny_config(architecture: str, layers: int = 2, **more: Any) -> PreTrainedCo
     given |= ARCHITECTURES[architecture] | more
     settings = {name: _for_layers(value, given[depth]) for name, value in given.items() if value is not None}
     return kind(**_tokens(kind) | settings)
+
+
+def depth_of(architecture: str) -> int:
+    """The number of layers of a model that has each of its kinds of layers twice."""
+    config = tiny_config(architecture, 4)
+    kinds = (getattr(config, name, None) or () for name in ("layer_types", "layers_block_type"))
+    alike = all(len(set(one)) < 2 for one in kinds) and not any(map(_is_pattern, ARCHITECTURES[architecture].values()))
+    return 2 if alike else 4
+
+
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, tuple) or callable(value)
 
 
 def _for_layers(value: Any, layers: int) -> Any:

@@ -141,9 +141,9 @@ def fill(names: list[str], folder: Path, columns: list[str], jobs: int) -> None:
                 continue
             process = context.Process(target=row, args=(name, file, columns))
             process.start()
-            running[name] = (process, file)
+            running[name] = (process, file, len(read(file)))
         time.sleep(0.2)
-        for name, (process, file) in list(running.items()):
+        for name, (process, file, before) in list(running.items()):
             late = file.is_file() and time.time() - file.stat().st_mtime > LONGEST
             if process.is_alive() and not late:
                 continue
@@ -151,10 +151,10 @@ def fill(names: list[str], folder: Path, columns: list[str], jobs: int) -> None:
                 process.kill()
             process.join()
             del running[name]
-            cells = read(file)
-            if not set(columns) <= set(cells):
-                if not cells:
-                    write(file, {column: Cell("error", "the model cannot be built") for column in columns})
+            cells, missing = read(file), [column for column in columns if column not in read(file)]
+            if missing and len(cells) == before:  # not even the first cell was begun
+                write(file, cells | {column: Cell("error", "the model cannot be built") for column in missing})
+            elif missing:
                 waiting.insert(0, name)
             print(name, {column: cell.result for column, cell in read(file).items()}, flush=True)
 
