@@ -200,12 +200,12 @@ def dropped(kind: str) -> Callable[[Subject], str | None]:
 
 def _skipped(block: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> Tensor | tuple:
     hidden = args[0] if args else kwargs["hidden_states"]
-    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+    return (hidden, *output[1:]) if isinstance(output, tuple | list) else hidden
 
 
 def _zeroed(module: nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple:
-    zeros = torch.zeros_like(output[0] if isinstance(output, tuple) else output)
-    return (zeros, *output[1:]) if isinstance(output, tuple) else zeros
+    zeros = torch.zeros_like(output[0] if isinstance(output, tuple | list) else output)
+    return (zeros, *output[1:]) if isinstance(output, tuple | list) else zeros
 
 
 def ends(subject: Subject) -> None:
@@ -232,6 +232,7 @@ def on_disk(subject: Subject) -> None:
     folder = subject.folder / "plain"
     subject.model().save_pretrained(folder)
     memory = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    memory = copy.deepcopy(memory)  # tensors at any address of a file give other last bits
     disk = load_on_disk(folder, torch.float32, home="cpu", offload_path=subject.folder).eval().requires_grad_(False)
     check_same(subject.logits(disk), subject.logits(memory), "read from disk", 1e-6)
     disk, memory = (subject.apply("wanda(ratio=0.5)", model).model for model in (disk, memory))
