@@ -10,6 +10,7 @@ import yaml
 
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
 from compress.dropped import dropped_parts
+from compress.embedding import find_ends
 from compress.inputs.embedded import EMBEDDED, gguf_file
 from compress.linear import compressed_linears
 
@@ -210,7 +211,7 @@ def _weights(checkpoint: Checkpoint) -> str:
     for (done, why), members in rows.items():
         names = f"{len(members)}, such as `{members[0][0]}`" if len(members) > 1 else f"`{members[0][0]}`"
         text += f"| {names} | {sum(size for _, size in members):,} | {done} | {why} |\n"
-    if getattr(checkpoint.model.config, "tie_word_embeddings", False):
+    if find_ends(checkpoint.model).tied:
         text += "\nThe output head shares the weight of the embedding.\n"
     if gone := [drop["name"] for drop in story.drops if drop["order"]] or list(dropped_parts(checkpoint.model)):
         text += f"\nDropped: {', '.join(f'`{name}`' for name in gone)}.\n"

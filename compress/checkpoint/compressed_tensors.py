@@ -37,12 +37,15 @@ from typing import Any, ClassVar
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import CompressedTensorsConfig
 
+from compress.checkpoint.classes import auto_class
 from compress.checkpoint.interop.schemes import Scheme, quantization_config, scheme_of, vllm_remarks
 from compress.checkpoint.interop.transformers_config import (
     other_tensors,
+    plain_config,
     problem_for_transformers,
+    problem_of_quantised,
     write_reader_configuration,
 )
 from compress.checkpoint.interop.words import to_words, words_of_bytes
@@ -111,6 +114,11 @@ vllm serve PATH
             )
         return ""
 
+    def problem_together(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
+        quantised = [name for name, spec in linears.items() if scheme_of(spec) is not None]
+        reason = problem_of_quantised(model, quantised)
+        return f"`save_format` (={self.name!r}) cannot hold this model: {reason}" if reason else ""
+
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:
         model = checkpoint.model
         schemes = schemes_of(model)
@@ -149,7 +157,7 @@ def load_with_transformers(folder: Path, dtype: torch.dtype, schemes: Mapping[st
     more = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_asymmetric(schemes) else {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
-        loaded, info = AutoModelForCausalLM.from_pretrained(
+        loaded, info = auto_class(plain_config(folder)).from_pretrained(
             folder, dtype=dtype, trust_remote_code=False, output_loading_info=True, **more
         )
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):

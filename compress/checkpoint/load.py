@@ -8,11 +8,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from compress.checkpoint.checksums import CHECKSUMS, check_files
+from compress.checkpoint.classes import is_known
 from compress.checkpoint.save_format import STORY, Story
 from compress.checkpoint.shards import Shards
+from compress.checkpoint.tied import tie_by_content
 from compress.dropped import Dropped
 from compress.embedding import embedding_from, leave_untied
 from compress.kv.attach import attach
@@ -75,7 +76,7 @@ def load_compressed(
         tensors |= {f"{STREAM}.rotation.{name}": t for name, t in rotation.state_dict().items()}
     computed = _taken(tensors, COMPUTED)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
-    model.tie_weights()
+    tie_by_content(model, tensors)
     empty = [name for name, p in model.named_parameters() if p.is_meta]
     if empty or unexpected:
         raise ValueError(
@@ -132,7 +133,7 @@ def read_layout(path: Path) -> dict[str, Any]:
         raise ValueError(f"{shown}: {LAYOUT} is damaged; download or copy it again") from error
     if version > FORMAT_VERSION:
         raise ValueError(f"{shown} has format version {version}; this workbench reads up to {FORMAT_VERSION}")
-    if layout["class"] not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    if not is_known(layout["class"]):
         raise ValueError(
             f"{shown} names the class {layout['class']!r} in {LAYOUT}, which is not a causal language model of "
             "transformers"

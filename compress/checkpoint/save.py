@@ -138,12 +138,15 @@ def check_holds(
             by = f", as {made_by[name]} stores it" if name in made_by else ""
             shown = f"`save_format` (={save_format!r}) cannot hold {name}{by}: {problem}"
             raise ValueError(shown + _instead(model, linears))
+    if problem := writer.problem_together(model, linears):
+        raise ValueError(problem + _instead(model, linears))
 
 
 def _problem(writer: SaveFormat, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
     if not writer.holds_rotations and (stream_of(model) is not None or getattr(model, "to_be_rotated", False)):
         return f"`save_format` (={writer.name!r}) has no place for transforms of inputs that act while the model runs"
-    return writer.problem_of_model(model) or next(filter(None, map(writer.problem, linears.values())), "")
+    alone = writer.problem_of_model(model) or next(filter(None, map(writer.problem, linears.values())), "")
+    return alone or writer.problem_together(model, linears)
 
 
 def _instead(model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:

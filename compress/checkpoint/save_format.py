@@ -1,6 +1,7 @@
 """The interface of a checkpoint format: what it can hold, how it is written, and how the written files are verified."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -140,6 +141,15 @@ class SaveFormat:
         """The reason why the format cannot hold a model of this class, configuration or dropped parts; "" if it can.
 
         No weights are read, so that a model on the meta device is enough.
+        """
+        return ""
+
+    def problem_together(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
+        """The reason why the readers of the format cannot build this model with these linears stored as they are; ""
+        if they can. Asked only if there is no other problem.
+
+        Args:
+            linears: by name, as for `problem`.
         """
         return ""
 

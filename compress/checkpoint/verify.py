@@ -155,14 +155,26 @@ def compare_logits(
     if activations_as_they_are is not None:
         with activations_as_they_are(loaded):
             steps = _by_position(loaded(ids, use_cache=False).logits.float() - given)
-    wide = loaded.to(torch.float64 if loaded.dtype == torch.float32 else torch.float32)
-    noise = _by_position(wide(ids, use_cache=False).logits.float() - given)
+    noise = _by_position(_differently_rounded(loaded, ids) - given)
+    if loaded.dtype == torch.bfloat16:
+        noise *= torch.finfo(given.dtype).eps / torch.finfo(torch.bfloat16).eps
     agreement = _agreement(expected, given, MARGIN * (noise.square() + steps.square()).sqrt())
     if not agreement:
         raise RuntimeError(
             f"the loaded model has the same weights as the model in memory but gives different logits: {agreement}"
         )
     return agreement
+
+
+def _differently_rounded(loaded: nn.Module, ids: Tensor) -> Tensor:
+    """Logits of a model in a dtype of twice the width, to which it is cast; in bfloat16 if it is float32 and its code
+    makes float32 tensors of its own, which float64 cannot be mixed with."""
+    if loaded.dtype != torch.float32:
+        return loaded.to(torch.float32)(ids, use_cache=False).logits.float()
+    try:
+        return loaded.to(torch.float64)(ids, use_cache=False).logits.float()
+    except RuntimeError:
+        return loaded.to(torch.bfloat16)(ids, use_cache=False).logits.float()
 
 
 def take_computed_buffers(model: nn.Module, loaded: nn.Module) -> list[str]:

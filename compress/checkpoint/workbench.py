@@ -12,6 +12,7 @@ from compress.checkpoint.load import COMPUTED, LAYOUT, load_compressed
 from compress.checkpoint.on_disk import compare_blocks, load_compressed_on_disk, write_offloaded
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
 from compress.checkpoint.shards import write_shards
+from compress.checkpoint.tied import stored_once, true_config
 from compress.dropped import dropped_parts
 from compress.embedding import compressed_embeddings
 from compress.kv.attach import attached_methods
@@ -99,15 +100,15 @@ model, tokenizer = load_model("PATH", dtype="bfloat16")
 
 def write_configuration(checkpoint: Checkpoint, folder: Path) -> None:
     """Write transformers' configuration, the settings of `generate`, and the tokenizer."""
-    checkpoint.model.config.save_pretrained(folder)
-    if checkpoint.model.generation_config is not None:
-        checkpoint.model.generation_config.save_pretrained(folder)
+    true_config(checkpoint.model).save_pretrained(folder)
+    if checkpoint.model.generation_config is not None:  # as it is: `save_pretrained` refuses what loads with a warning
+        checkpoint.model.generation_config.to_json_file(folder / "generation_config.json")
     if checkpoint.tokenizer is not None:
         checkpoint.tokenizer.save_pretrained(folder)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict, each shared tensor (a tied embedding) once, under its first name, and computed buffers.
+    """The state dict, each shared tensor once, and computed buffers.
 
     Buffers that a model computes when it is made (rotary frequencies) are small, and a cast may have rounded them.
     """
@@ -120,10 +121,4 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
         for n, b in model.named_buffers()
         if n not in stored and b.is_floating_point() and not n.startswith(own)
     }
-    tensors, seen = {}, set()
-    for name, tensor in (stored | computed).items():
-        key = (tensor.data_ptr(), tensor.shape) if tensor.numel() else name
-        if key not in seen:
-            seen.add(key)
-            tensors[name] = tensor
-    return tensors
+    return dict(stored_once(model)) | computed

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from compress.checkpoint.tied import settle_tying
 from kernels.files import sync
 from kernels.source import code_sha256
 from kernels.user_cache import cache_folder
@@ -53,6 +54,7 @@ def _convert(path: Path, target: Path) -> None:
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    settle_tying(loaded)
     config = type(loaded.config)(**{k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"})
     model = type(loaded)(config).eval()  # a model that was loaded from GGUF cannot be saved
     model.load_state_dict(loaded.state_dict())

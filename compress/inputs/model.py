@@ -8,19 +8,19 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from compress.checkpoint.checksums import CHECKSUMS, check_files
+from compress.checkpoint.classes import auto_class, has_decoder
 from compress.checkpoint.interop.foreign import can_read, load_quantized, quantization_of
 from compress.checkpoint.load import LAYOUT, load_compressed
 from compress.checkpoint.on_disk import load_compressed_on_disk
+from compress.checkpoint.tied import settle_tying
 from compress.inputs.embedded import EMBEDDED, gguf_file
 from compress.inputs.gguf import converted
 from compress.inputs.hub import quick_to_fail, revision
@@ -126,7 +126,8 @@ def _from_folder(folder: str, dtype: torch.dtype, disk: tuple[str, str | Path] |
         return load_quantized(Path(folder), dtype)
     if disk is not None:
         return load_on_disk(_local(folder), dtype, home=disk[0], offload_path=disk[1])
-    model, info = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **_pinned(folder))
+    model, info = auto_class(config).from_pretrained(
         folder, dtype=dtype, trust_remote_code=False, output_loading_info=True, **_pinned(folder)
     )
     for problem, names in (("lacks", info["missing_keys"]), ("does not use", info["unexpected_keys"])):
@@ -134,6 +135,7 @@ def _from_folder(folder: str, dtype: torch.dtype, disk: tuple[str, str | Path] |
             shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
             owner = "its file" if problem == "lacks" else f"the model of its config ({type(model).__name__})"
             raise ValueError(f"{owner} {problem} {len(names)} of the weights: {shown}")
+    settle_tying(model)
     return model
 
 
@@ -195,14 +197,8 @@ def decoder_config(model_name: str, folder: str, **more: str) -> PretrainedConfi
         raise ValueError(
             f"`model_name` (={model_name!r}) is not there or cannot be read: {first_line(error)}; {_what_would_do()}"
         ) from error
-    decoders = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     architectures = getattr(config, "architectures", None) or []
-    known = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if (
-        getattr(config, "is_encoder_decoder", False)
-        or not known
-        or (architectures and not set(architectures) & set(decoders))
-    ):
+    if not has_decoder(config):
         raise ValueError(
             f"`model_name` (={model_name!r}) is not a decoder: its architecture is "
             f"{', '.join(architectures) or config.model_type}; the workbench takes models for causal language modelling"

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from compress.checkpoint.classes import auto_class
 from compress.checkpoint.on_disk import tensors_of
+from compress.checkpoint.tied import differ, set_tied, settle_tying
+from compress.embedding import find_ends
 from compress.walk.offload import empty_weights, offload
 from compress.walk.shards import OnDisk, WorkFolder
 
@@ -33,9 +36,15 @@ def load_on_disk(folder: Path, dtype: torch.dtype, *, home: str, offload_path: s
     if quantised:
         kind = quantised.get("quant_method") if isinstance(quantised, Mapping) else type(quantised).__name__
         raise ValueError(f"`weights` (='disk') cannot read quantised weights ({kind}): weights='memory' would do")
-    with empty_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    model.tie_weights()
+    stored = tensors_of(folder)
+    model = _empty(config, dtype)
+    where = _weights(model, stored)
+    ends = find_ends(model)
+    own = [where[f"{name}.weight"] for name in (ends.embedding, ends.head) if name]
+    if ends.tied and own[0].place != own[1].place and differ(own[0].read(), own[1].read()):
+        set_tied(config, False)
+        model = _empty(config, dtype)
+        where = _weights(model, stored)
     if kept := _kept_in_float32(model, dtype):
         raise ValueError(
             f"`weights` (='disk') casts every weight, to {dtype} here, and {type(model).__name__} keeps {kept[0]} in "
@@ -43,7 +52,15 @@ def load_on_disk(folder: Path, dtype: torch.dtype, *, home: str, offload_path: s
         )
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    offload(model, _weights(model, tensors_of(folder)), home=home, folder=WorkFolder(offload_path))
+    offload(model, where, home=home, folder=WorkFolder(offload_path))
+    settle_tying(model)
+    return model
+
+
+def _empty(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
+    with empty_weights():
+        model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+    model.tie_weights()
     return model
 
 

@@ -10,9 +10,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from compress.checkpoint.classes import auto_class
 from compress.checkpoint.load import LAYOUT, load_outline
+from compress.checkpoint.shards import Shards
+from compress.checkpoint.tied import differ, set_tied
+from compress.embedding import find_ends
 from compress.inputs.embedded import gguf_file
 from compress.inputs.gguf import converted_folder
 from compress.inputs.model import decoder_config, located, tiny_config
@@ -27,18 +31,36 @@ def skeleton(model_name: str) -> nn.Module:
         ValueError: the model does not exist, is not a decoder, or has a damaged file.
     """
     if model_name == "tiny":
-        config = tiny_config()
-    elif path := gguf_file(model_name):
+        return _outline(tiny_config())
+    if path := gguf_file(model_name):
         folder = converted_folder(path)
-        config = decoder_config(model_name, str(folder)) if folder.is_dir() else _gguf_config(model_name, path)
-    else:
-        folder = Path(located(model_name))
-        _check_files(model_name, folder)
-        if (folder / LAYOUT).is_file():
-            return _saved_skeleton(model_name, folder)
-        config = decoder_config(model_name, located(model_name))
+        return _outline(decoder_config(model_name, str(folder)) if folder.is_dir() else _gguf_config(model_name, path))
+    folder = Path(located(model_name))
+    _check_files(model_name, folder)
+    if (folder / LAYOUT).is_file():
+        return _saved_skeleton(model_name, folder)
+    config = decoder_config(model_name, located(model_name))
+    model = _outline(config)
+    ends = find_ends(model)
+    if ends.tied and _apart(folder, f"{ends.embedding}.weight", f"{ends.head}.weight"):
+        set_tied(config, False)
+        model = _outline(config)
+    return model
+
+
+def _outline(config: PreTrainedConfig) -> nn.Module:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return auto_class(config).from_config(config, trust_remote_code=False)
+
+
+def _apart(folder: Path, embedding: str, head: str) -> bool:
+    """Whether the files of a folder hold an embedding and a head with values of their own."""
+    try:
+        shards = Shards(folder)
+    except ValueError:  # not a local folder of safetensors
+        return False
+    there = {embedding, head} <= set(shards.names())
+    return there and differ(shards.read(embedding), shards.read(head))
 
 
 def _saved_skeleton(model_name: str, folder: Path) -> nn.Module:

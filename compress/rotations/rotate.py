@@ -20,7 +20,7 @@ from compress.rotations.ranges import Turn, dense_record, fold_record, ranges_of
 from compress.transforms import Rotation
 from compress.transforms.rotation import random_hadamard, random_orthogonal
 from compress.transforms.stream import rotate_stream, stream_of
-from compress.walk.blocks import find_blocks, targets
+from compress.walk.blocks import find_blocks, shared_linears, targets
 from compress.walk.capture import Call, block_calls, on_device, run_block
 from compress.walk.experts import split_experts
 from compress.walk.folds.checks import difference, logits_of, show_largest, tolerance
@@ -103,6 +103,11 @@ class Rotate(Method):
             raise ValueError(
                 f"`model` holds linears of its blocks compressed or rotated already, so {self.name} cannot change "
                 "them: start from the model before that"
+            )
+        if apart := sorted(shared_linears(model)):
+            raise ValueError(
+                f"`model` ({type(model).__name__}) uses the weight of {apart[0]} in several blocks, where {self.name} "
+                "would rotate it several times: a recipe without it would do"
             )
 
     def outline(self, model: nn.Module) -> None:

@@ -140,6 +140,17 @@ def _reason_to_keep(name: str, prefix: str, skip: str, left: dict[str, str]) -> 
     return left.get(name, "")
 
 
+def shared_linears(model: nn.Module) -> dict[str, str]:
+    """Names of the linears inside the blocks whose weight another one has, too, with the name of that one."""
+    prefix, blocks = find_blocks(model)
+    owners: dict[int, list[str]] = {}
+    for name, module in blocks.named_modules(prefix=prefix, remove_duplicate=False):
+        if is_linear(module):
+            owners.setdefault(id(module if isinstance(module, CompressedLinear) else module.weight), []).append(name)
+    several = [names for names in owners.values() if len(names) > 1]
+    return {name: next(one for one in names if one != name) for names in several for name in names}
+
+
 def _left_by_all(model: nn.Module, prefix: str, blocks: nn.ModuleList) -> dict[str, str]:
     """Linears inside the blocks that no method takes, by name, with the reason.
 
@@ -147,24 +158,13 @@ def _left_by_all(model: nn.Module, prefix: str, blocks: nn.ModuleList) -> dict[s
     few weights, many outputs depend on each, and no useful group of columns divides them.
     """
     stream = model.get_input_embeddings().embedding_dim
-    linears = {
-        name: module
-        for name, module in blocks.named_modules(prefix=prefix, remove_duplicate=False)
-        if is_linear(module)
-    }
-    owners: dict[int, list[str]] = {}
-    for name, module in linears.items():
-        stored = isinstance(module, CompressedLinear)
-        owners.setdefault(id(module if stored else module.weight), []).append(name)
     left: dict[str, str] = {}
-    for name, module in linears.items():
-        columns = shape_of(module)[1]
+    for name, module in blocks.named_modules(prefix=prefix, remove_duplicate=False):
+        columns = shape_of(module)[1] if is_linear(module) else NARROW
         if columns < NARROW and columns * 8 <= stream:
             left[name] = f"narrow: it has {columns} columns, and the residual stream has {stream}"
-    for names in owners.values():
-        for name in names if len(names) > 1 else ():
-            other = next(one for one in names if one != name)
-            left[name] = f"{other} has the same weight, which is stored once"
+    for name, other in shared_linears(model).items():
+        left[name] = f"{other} has the same weight, which is stored once"
     return left | dict.fromkeys(_routers(prefix, blocks), "routes tokens to experts")
 
 

@@ -29,6 +29,7 @@ from compress.checkpoint.gguf.types import (
     rounding,
 )
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
+from compress.checkpoint.tied import true_config
 from compress.checkpoint.verify import prompts
 from compress.embedding import compressed_embeddings
 from compress.inputs.embedded import gguf_file
@@ -216,9 +217,10 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, list[s
     model, name = checkpoint.model, file_name(checkpoint)
     with _quiet():
         config = AutoConfig.from_pretrained(folder, gguf_file=name)
-        missed = _not_read(model.config, config)
+        ours = true_config(model)
+        missed = _not_read(ours, config)
         for setting in missed:
-            setattr(config, setting, getattr(model.config, setting))
+            setattr(config, setting, getattr(ours, setting))
         again = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, config=config, dtype=model.dtype).eval()
     device = next(model.parameters()).device
     again.set_attn_implementation(model.config._attn_implementation)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
+from compress.checkpoint.classes import auto_class
 from compress.checkpoint.interop.schemes import PACKED, Scheme, groups_of, scheme_for
 from compress.checkpoint.interop.transformers_config import fill, plain_config
 from compress.checkpoint.interop.words import bytes_of_words, from_words
@@ -65,7 +66,8 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> nn.Module:
         )
     read = READERS[kind](quantization)
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(plain_config(folder), trust_remote_code=False)
+        config = plain_config(folder)
+        model = auto_class(config).from_config(config, trust_remote_code=False)
     model.config.dtype = dtype
     plain, quantized = _by_linear(Shards(folder).all())
     dense = []

@@ -1,7 +1,7 @@
 """The configuration from which transformers and vLLM build a model, and which models they can build from one."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,12 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from compress.checkpoint.save_format import Checkpoint
+from compress.checkpoint.tied import stored_once, tie_by_content, true_config
 from compress.checkpoint.workbench import write_configuration
 from compress.dropped import dropped_parts
 from compress.linear import CompressedLinear, compressed_linears
 from compress.walk.experts import SplitExperts, is_fused_experts
+from kernels.errors import first_line
 
 
 def problem_for_transformers(model: nn.Module, save_format: str) -> str:
@@ -34,13 +36,32 @@ def problem_for_transformers(model: nn.Module, save_format: str) -> str:
         )
     if any(isinstance(module, SplitExperts) or is_fused_experts(module) for module in model.modules()):
         return f"{start}its experts are linears of their own here, for which its readers have no common layout"
-    head = model.get_output_embeddings()
-    if isinstance(head, CompressedLinear) and not head.looked_up and model.config.get_text_config().tie_word_embeddings:
-        return f"{start}its head is quantised and its embedding is not, and readers tie them"
     with init_empty_weights(include_buffers=False):
         built = type(model)(model.config)
     if any(isinstance(module, Conv1D) for module in built.modules()):
         return f"{start}its weights lie in Conv1D modules, which its readers do not quantise"
+    return ""
+
+
+def problem_of_quantised(model: nn.Module, names: Sequence[str]) -> str:
+    """The reason why transformers cannot build this model with these linears quantised; "" if it can.
+
+    It makes them first, and takes their `weight` away before it calls `_init_weights` of the class for every module.
+    """
+    with init_empty_weights(include_buffers=False):
+        built = type(model)(true_config(model))
+    for name in names:
+        linear = built.get_submodule(name)
+        if type(linear) is not nn.Linear:
+            return f"{name} is a {type(linear).__name__}, and readers quantise nn.Linear alone"
+        del linear.weight
+    for name, module in built.named_modules():
+        try:
+            built._init_weights(module)
+        except Exception as error:
+            return (
+                f"transformers cannot load it, because {type(built).__name__} initialises {name}: {first_line(error)}"
+            )
     return ""
 
 
@@ -58,13 +79,9 @@ def write_reader_configuration(checkpoint: Checkpoint, folder: Path, quantizatio
 
 
 def other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every stored tensor outside compressed linears; a shared one (a tied embedding) once, under its first name."""
-    inside, seen = tuple(f"{name}." for name in compressed_linears(model)), set()
-    for name, tensor in model.state_dict().items():
-        key = (tensor.data_ptr(), tensor.shape) if tensor.numel() else name
-        if not name.startswith(inside) and key not in seen:
-            seen.add(key)
-            yield name, tensor
+    """Every stored tensor outside compressed linears, each shared one once."""
+    inside = tuple(f"{name}." for name in compressed_linears(model))
+    return ((name, tensor) for name, tensor in stored_once(model) if not name.startswith(inside))
 
 
 def linear_names(model: nn.Module) -> list[str]:
@@ -101,7 +118,7 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         RuntimeError: as `model_of_tensors`.
     """
     _, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
-    model.tie_weights()
+    tie_by_content(model, tensors)
     empty = [name for name, p in model.named_parameters() if p.is_meta]
     for problem, names in (("the file lacks", empty), ("the model of its config has no place for", unexpected)):
         if names:
