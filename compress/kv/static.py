@@ -16,7 +16,7 @@ from compress.kv.precision import Held, Precision
 from compress.kv.reading.fixed import FixedReading, readings
 from compress.kv.reading.method import Glance, Reading
 from compress.kv.storage import Slab
-from compress.kv.support import check_model
+from compress.kv.support import check_model, key_shapes, left_alone, storing_layers
 from kernels.kv_decode import KV, dequantize_kv, kv_decode
 from kernels.step.cache import Lent, NewTokens, Sparse
 
@@ -36,6 +36,20 @@ def check_timed(storage: Storage | None, projecting: Projecting | None = None, r
         raise ValueError(
             f"`recipe`: {storage} keeps positions in two precisions, which compiled steps do not read; leave out the "
             "timing (`speed_contexts`), or take a storage of one"
+        )
+
+
+def check_timed_model(model: nn.Module) -> None:
+    """Raise ValueError if compiled steps cannot read the cache of a model."""
+    reason = None
+    if storing_layers(model) or len(set(key_shapes(model).values())) > 1:
+        reason = "layers that share keys, or that differ in their widths"
+    elif unknown := sorted(set(left_alone(model)) - {"sliding_attention"}):
+        reason = f"layers ({', '.join(unknown)}) with other data than keys and values"
+    if reason:
+        raise ValueError(
+            f"`model` ({type(model).__name__}) has {reason}, which compiled steps do not read; leave out the timing "
+            "(`speed_contexts`)"
         )
 
 
@@ -174,6 +188,7 @@ def decoder(model: nn.Module) -> nn.Module:
     """Make a model take static compressed caches: `model(token, past_key_values=cache, compressed=cache,
     position_ids=...)`."""
     check_model(model)
+    check_timed_model(model)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
@@ -219,9 +234,7 @@ class MadeUpCache(Cache):
         check_timed(storage, projecting, reading)
         self.policy, self.capacity = policy, capacity
         parameter = next(model.parameters())
-        config = model.config.get_text_config(decoder=True)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, channels = next(iter(key_shapes(model).values()))
         most = self.kept(capacity)
         layers, plain, self.windows = [], CompressedCache(model), {}
         for number, layer in enumerate(plain.layers):

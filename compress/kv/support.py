@@ -55,6 +55,17 @@ def storing_layers(model: nn.Module) -> set[int]:
     return {number for number, mode in enumerate(modes) if mode == "store"} if "reuse" in modes else set()
 
 
+def key_shapes(model: nn.Module) -> dict[int, tuple[int, int]]:
+    """(kv heads, channels) of every layer that keeps all positions, by its number; in Gemma 4 they vary."""
+    config, shapes = model.config.get_text_config(decoder=True), {}
+    for number in keeping_layers(model):
+        own = getattr(config, "per_layer_config", None)
+        own = config if own is None else own[number]
+        heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+        shapes[number] = heads, getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+    return shapes
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Without dropout; the modes of the modules are restored afterwards."""

@@ -20,7 +20,7 @@ from compress.inputs.model import weights_sha256
 from compress.kv import Abreast, CompressedCache, attached, left_alone
 from compress.kv.policy import CacheMethod, Policy, Projecting, Storage
 from compress.kv.reading.method import Reading
-from compress.kv.static import MadeUpCache, check_timed, decoder
+from compress.kv.static import MadeUpCache, check_timed, check_timed_model, decoder
 from compress.method import Method, settle
 from compress.recipe import parse_recipe, parse_recipes
 from eval.contexts.answers import LongContextScores
@@ -257,6 +257,8 @@ def check_caches(model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int
     for methods in recipes.recipes.values():
         for method in methods:
             method.check(model)
+    if contexts:
+        check_timed_model(model)
     for name in recipes.timed if contexts else ():
         _, storage, reading, projecting = parts(recipes.recipes[name])
         check_timed(storage, projecting, reading)

@@ -12,8 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from compress import METHODS, apply
 from compress.kv import Abreast, attach, attached, attachment_of
 from compress.kv.attach import check_attach
+from compress.kv.learned.locret import channels
 from compress.kv.rotation import turn_of
-from compress.kv.support import attentions_of, keeping_layers
+from compress.kv.static import decoder as timed_decoder
+from compress.kv.support import attentions_of, keeping_layers, key_shapes
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": None}  # fmt: skip
@@ -207,3 +209,12 @@ def test_caches_of_other_models_and_of_interrupted_passes_are_refused(tiny, toke
         stop.remove()
         with pytest.raises(ValueError, match="an earlier pass over this cache was interrupted"):
             ours(ids[:, 20:], past_key_values=cache)
+
+
+def test_what_cannot_be_timed_is_refused(tokens):
+    """Compiled steps read layers of one width, or with a window; methods of learned parts know each layer's width."""
+    for kind, reason in (("gemma4_text", "layers that share keys, or that differ in their widths"), ("lfm2", r"layers \(conv\)")):
+        with pytest.raises(ValueError, match=reason):
+            timed_decoder(decoder(kind))
+    assert key_shapes(decoder("gemma4_text")) == {1: (2, 32), 3: (2, 32)}
+    assert channels(decoder("gemma4_text")) == (4 + 2 * 2) * 32

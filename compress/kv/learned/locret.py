@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from compress.kv.learned.networks import check_networks, remembered, with_ends
 from compress.kv.policy import Policy
 from compress.kv.seen import Seen
+from compress.kv.support import key_shapes
 from compress.method import knob
 
 COMMAND = "compress.kv.learned.train_locret"
@@ -59,11 +60,9 @@ class Locret(Policy):
 
 
 def channels(model: nn.Module) -> int:
-    """The number of channels of a token's query, key and value in all heads."""
-    config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return (heads + 2 * (getattr(config, "num_key_value_heads", None) or heads)) * width
+    """The number of channels of a token's query, key and value in all heads of a layer that keeps all positions."""
+    kv_heads, width = next(iter(key_shapes(model).values()))
+    return (model.config.get_text_config(decoder=True).num_attention_heads + 2 * kv_heads) * width
 
 
 def features(seen: Seen) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from compress.kv.policy import Projecting
 from compress.kv.precision import Projection
-from compress.kv.support import keeping_layers
+from compress.kv.support import key_shapes
 from compress.method import knob
 
 STEP = 4  # ranks are multiples of this, so that codes of 2 bits fill their bytes
@@ -62,19 +62,18 @@ class Matryoshka(Projecting):
         if not Path(self.path).is_file():
             raise ValueError(f"`path` (={self.path!r}) of {self.name} is no file; {command}")
         try:
-            found = components(self.path)
-            heads, channels = next(iter(found.values())).keys.shape[:2]
+            found = {number: tuple(one.keys.shape[:2]) for number, one in components(self.path).items()}
         except Exception as error:
             raise ValueError(f"`path` (={self.path!r}) of {self.name} holds no components; {command}") from error
-        config = model.config.get_text_config(decoder=True)
-        own = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        own_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        if (heads, channels) != (own_heads, own) or max(found) >= config.num_hidden_layers:
-            raise ValueError(
-                f"`path` (={self.path!r}) of {self.name} is of a model with {heads} kv heads of {channels} channels "
-                f"and {max(found) + 1} layers or more; this one has {own_heads} of {own} and {config.num_hidden_layers}"
-            )
-        if lacking := [i for i in keeping_layers(model) if i not in found]:
+        own, layers = key_shapes(model), model.config.get_text_config(decoder=True).num_hidden_layers
+        for number, shape in found.items():
+            if number >= layers or shape != own.get(number, shape):
+                heads, channels = own[max(own)] if number >= layers else own[number]
+                raise ValueError(
+                    f"`path` (={self.path!r}) of {self.name} is of a model with {shape[0]} kv heads of {shape[1]} "
+                    f"channels and {max(found) + 1} layers or more; this one has {heads} of {channels} and {layers}"
+                )
+        if lacking := [number for number in own if number not in found]:
             raise ValueError(
                 f"`path` (={self.path!r}) of {self.name} has no components of layer {lacking[0]}; {command}"
             )
