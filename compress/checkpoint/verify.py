@@ -20,6 +20,7 @@ PROMPTS = (
     "Water boils at a temperature of one hundred degrees Celsius at sea level, and it freezes at zero degrees, so",
     "Dear Sir or Madam, I am writing to you because the order that I placed three weeks ago has still not arrived",
 )
+SHARE = 1e-5  # of the logits, as the effect of rounding in float32 where it cannot be measured
 MARGIN = 3  # allowed difference of two models that round alike, in units of one's rounding: sqrt(2), doubled
 
 
@@ -155,9 +156,7 @@ def compare_logits(
     if activations_as_they_are is not None:
         with activations_as_they_are(loaded):
             steps = _by_position(loaded(ids, use_cache=False).logits.float() - given)
-    noise = _by_position(_differently_rounded(loaded, ids) - given)
-    if loaded.dtype == torch.bfloat16:
-        noise *= torch.finfo(given.dtype).eps / torch.finfo(torch.bfloat16).eps
+    noise = _noise(loaded, ids, given)
     agreement = _agreement(expected, given, MARGIN * (noise.square() + steps.square()).sqrt())
     if not agreement:
         raise RuntimeError(
@@ -166,15 +165,18 @@ def compare_logits(
     return agreement
 
 
-def _differently_rounded(loaded: nn.Module, ids: Tensor) -> Tensor:
-    """Logits of a model in a dtype of twice the width, to which it is cast; in bfloat16 if it is float32 and its code
-    makes float32 tensors of its own, which float64 cannot be mixed with."""
-    if loaded.dtype != torch.float32:
-        return loaded.to(torch.float32)(ids, use_cache=False).logits.float()
+def _noise(loaded: nn.Module, ids: Tensor, given: Tensor) -> Tensor:
+    """The effect of rounding on the logits `given` [prompts, T, vocabulary], by position; casts the model.
+
+    Code that makes float32 tensors of its own does not run in float64; there, a share of the logits is taken.
+    """
+    wide = loaded.to(torch.float64 if loaded.dtype == torch.float32 else torch.float32)
     try:
-        return loaded.to(torch.float64)(ids, use_cache=False).logits.float()
+        return _by_position(wide(ids, use_cache=False).logits.float() - given)
     except RuntimeError:
-        return loaded.to(torch.bfloat16)(ids, use_cache=False).logits.float()
+        if wide.dtype != torch.float64:
+            raise
+        return SHARE * _by_position(given)
 
 
 def take_computed_buffers(model: nn.Module, loaded: nn.Module) -> list[str]:
