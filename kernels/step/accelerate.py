@@ -24,6 +24,7 @@ from kernels.step.decoder import ACCELERATION, NotNative, recognise
 from kernels.step.forward import DecoderForward, native_prompt
 from kernels.step.in_parts import StepInParts
 from kernels.step.native import MOST_TOKENS
+from kernels.step.outputs import check_outputs
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LAID_OUT = 512  # length of the prompts for which dense weights are laid out, in tokens
@@ -124,10 +125,11 @@ class Acceleration:
 
     @torch.no_grad()
     def assemble(self) -> None:
-        """Recognise the decoder, and compare its logits for a prompt and a few steps with the model's.
+        """Recognise the decoder, and compare its layers one by one with the model's, and its logits for a prompt and a
+        few steps.
 
         Raises:
-            NotNative: the model is of another kind, or the logits differ.
+            NotNative: the model is of another kind, or something differs.
         """
         model, self.why_not_in_one_call = self.model, ""
         recognise(model)  # before any pass, because other kinds of models may not know static caches
@@ -135,6 +137,7 @@ class Acceleration:
         cache = static_cache(model, 64)
         model(ids, past_key_values=cache, use_cache=True)  # makes the cache's tensors
         native_prompt(model, cache, ids, laid_out=False)
+        check_outputs(model, recognise(model))
 
         def after_prompt() -> None:
             cache.reset()

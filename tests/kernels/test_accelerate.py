@@ -275,3 +275,26 @@ def test_what_only_looks_like_a_llama_is_left_alone(architecture):
         accelerate(model)
     assert torch.equal(logits(model, ids), expected) and model.config._attn_implementation == attention
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "part, reason", [("mlp", "block 1 gives another output"), ("model", "its head gives other logits")]
+)
+def test_factors_that_a_llama_lacks_are_found(tiny, part, reason):
+    """An MLP, or logits, times 0.85, of which the configuration says nothing."""
+    model = tiny("llama").bfloat16()
+    changed = model.model.layers[1].mlp if part == "mlp" else model
+
+    class Scaled(type(changed)):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            if part == "mlp":
+                return 0.85 * output
+            output.logits = 0.85 * output.logits
+            return output
+
+    changed.__class__ = Scaled
+    with pytest.warns(UserWarning, match=f"not accelerated: {reason}"):
+        accelerate(model)
+    assert not any(module._forward_hooks for module in model.modules())

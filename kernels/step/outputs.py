@@ -1,0 +1,87 @@
+"""Whether each block of a recognised decoder, given the model's own input, gives the model's own output.
+
+Compared block by block, an error is not lost among the rounding of the blocks before it, which in a model of few bits
+may be as large as a wrong block.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from kernels.step.cache import LayerRoom
+from kernels.step.decoder import Decoder, DecoderBlock, NotNative
+from kernels.step.forward import DecoderForward
+from kernels.step.program import Norm
+
+TOKENS = 16
+# Largest difference of a block's output, as `_difference` measures it: 3 times the one that the rounding of its input
+# makes in the model itself, which is large where activations become integers; but from 0.03 to 0.5.
+TIMES_NOISE, LEAST, MOST = 3.0, 0.03, 0.5
+LOGITS = 0.1  # relative difference of logits without their mean that is never too large
+ROUNDINGS = 4  # additions to the residual stream whose rounding counts
+
+
+@torch.no_grad()
+def check_outputs(model: nn.Module, decoder: Decoder) -> None:
+    """Compare the embedding, every block and the head with the model's.
+
+    Raises:
+        NotNative: one differs by more than rounding.
+    """
+    ids = (torch.arange(TOKENS) * 7919 % model.get_input_embeddings().num_embeddings)[None]
+    inputs, outputs, shaken, logits = _own(model, ids)
+    decoder = dataclasses.replace(decoder, stream=None)  # between the blocks it is rotated in the model, too
+    for block, given, wanted, other in zip(decoder.blocks, inputs, outputs, shaken, strict=True):
+        plain = Norm(torch.ones(decoder.hidden), 1e-12)
+        alone = dataclasses.replace(decoder, norm=plain, head=nn.Identity(), cap=0.0)
+        scale = wanted.float().square().mean(-1, keepdim=True).sqrt()
+        found = _output(alone, block, given, ids).float() * scale
+        limit = min(max(TIMES_NOISE * _difference(other, given, wanted), LEAST), MOST)
+        if not (difference := _difference(found, given, wanted)) < limit:
+            raise NotNative(f"{block.name} gives another output than a Llama's, different by {difference:.2g}")
+    found, wanted = (x.float() - x.float().mean(-1, keepdim=True) for x in
+                     (_output(decoder, decoder.blocks[-1], inputs[-1], ids), logits))  # fmt: skip
+    if not (difference := float((found - wanted).norm() / wanted.norm())) < max(limit, LOGITS):
+        raise NotNative(f"its head gives other logits than a Llama's, different by {difference:.2g}")
+
+
+def _own(model: nn.Module, ids: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
+    """Inputs and outputs of the model's blocks, [1, tokens, hidden], their outputs where the inputs are rounded in
+    another way, and the model's logits."""
+    inputs, outputs, shaken = [], [], []
+    generator = torch.Generator().manual_seed(0)
+
+    def note(module: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> None:
+        hidden = args[0] if args else kwargs.pop("hidden_states")
+        signs = torch.randint(2, hidden.shape, generator=generator) * 2.0 - 1
+        rounded = (hidden.float() * (1 + torch.finfo(hidden.dtype).eps / 2 * signs)).to(hidden.dtype)
+        again = _first(module.forward(rounded, *args[1:], **kwargs))
+        inputs.append(hidden), outputs.append(_first(output)), shaken.append(again.float() - rounded + hidden)
+
+    hooks = [block.register_forward_hook(note, with_kwargs=True) for block in model.model.layers]
+    try:
+        logits = model(ids, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return inputs, outputs, shaken, logits
+
+
+def _first(output: Tensor | tuple) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _output(decoder: Decoder, block: DecoderBlock, given: Tensor, ids: Tensor) -> Tensor:
+    """What the passes here make of a block's input, behind the decoder's norm and head."""
+    alone = dataclasses.replace(decoder, blocks=(block,), embedding=lambda ids: given)
+    keys, values = given.new_zeros(2, 1, block.kv_heads, TOKENS, block.channels)
+    return DecoderForward(alone)(ids, [LayerRoom(keys, values, torch.zeros(1, dtype=torch.int64))], 0, keep=TOKENS)
+
+
+def _difference(found: Tensor, given: Tensor, wanted: Tensor) -> float:
+    """The difference of each channel of a block's output over the tokens, relative to what the block adds to its input
+    and to the rounding of the sum; the mean over channels, so that some with large values do not hide the others."""
+    found, added = found.float(), wanted.float() - given.float()
+    size = added.norm(dim=1) + ROUNDINGS * torch.finfo(wanted.dtype).eps * wanted.float().norm(dim=1)
+    return float(((found - wanted.float()).norm(dim=1) / size.clamp(min=1e-20)).mean())
