@@ -107,10 +107,13 @@ def _parallel(moved: Tensor, given: Tensor) -> bool:
 
 @contextmanager
 def _outputs(linears: dict[str, nn.Module], gives: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """While the context lasts, the outputs of linears are replaced by gives(name, output)."""
-    handles = [
-        m.register_forward_hook(lambda _, __, output, name=name: gives(name, output)) for name, m in linears.items()
-    ]
+    """While the context lasts, the outputs of linears are replaced by gives(name, output), except for routers that give
+    several values."""
+
+    def replaced(name: str, output: Tensor | tuple) -> Tensor | None:
+        return gives(name, output) if isinstance(output, Tensor) else None
+
+    handles = [m.register_forward_hook(lambda _, __, y, name=name: replaced(name, y)) for name, m in linears.items()]
     try:
         yield
     finally:

@@ -151,6 +151,11 @@ class Offloaded:
         if self._depth or not self.is_table or not args:
             self._load(self.home)
             return None
+        if args[0].is_meta:
+            raise ValueError(
+                f"`weights` (='disk') cannot serve this model: its code moves the tokens to where {self.name}.weight "
+                "lies, which is on disk; weights='memory' would do"
+            )
         # Only the rows of a table that are looked up are read.
         numbers, places = args[0].unique(return_inverse=True)
         self._lookup = module.weight, module.padding_idx

@@ -314,3 +314,9 @@ def test_a_module_that_owns_a_tensor_beside_the_blocks_does_not_hold_their_weigh
     for one in (model, on_disk):
         apply(parse_recipe("wanda(ratio=0.5)"), one, tokens())
     same(on_disk, model)
+
+
+def test_a_model_that_moves_its_tokens_to_the_table_is_refused(tiny, tmp_path):
+    tiny("llama4_text").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="`weights` .*moves the tokens to where model.embed_tokens.weight lies"):
+        load_on_disk(tmp_path, torch.float32, home="cpu")
