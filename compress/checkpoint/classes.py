@@ -15,9 +15,13 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
     `AutoModelForCausalLM` would take the decoder alone of some models of images and text.
     """
-    named = set(getattr(config, "architectures", None) or ())
-    with_images = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()) - _decoders()
-    return AutoModelForImageTextToText if named & with_images else AutoModelForCausalLM
+    named = getattr(config, "architectures", None) or ()
+    return AutoModelForImageTextToText if any(map(has_images, named)) else AutoModelForCausalLM
+
+
+def has_images(architecture: str) -> bool:
+    """Whether `AutoModelForImageTextToText` alone loads this class with all its weights."""
+    return architecture in set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()) - _decoders()
 
 
 def is_known(architecture: str) -> bool:

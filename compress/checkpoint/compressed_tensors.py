@@ -39,7 +39,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import CompressedTensorsConfig
 
-from compress.checkpoint.classes import auto_class
+from compress.checkpoint.classes import auto_class, has_images
 from compress.checkpoint.interop.schemes import Scheme, quantization_config, scheme_of, vllm_remarks
 from compress.checkpoint.interop.transformers_config import (
     other_tensors,
@@ -84,10 +84,12 @@ vllm serve PATH
 ```"""
 
     def how_to_load(self, model: nn.Module) -> str:
+        auto = "AutoModelForImageTextToText" if has_images(type(model).__name__) else "AutoModelForCausalLM"
+        snippet = self.snippet.replace("AutoModelForCausalLM", auto)
         if not is_asymmetric(schemes_of(model)):
-            return self.snippet
+            return snippet
         dequantized = 'dtype="auto", quantization_config=CompressedTensorsConfig(dequantize=True)'
-        snippet = self.snippet.replace("AutoTokenizer\n", "AutoTokenizer, CompressedTensorsConfig\n", 1)
+        snippet = snippet.replace("AutoTokenizer\n", "AutoTokenizer, CompressedTensorsConfig\n", 1)
         return snippet.replace('dtype="auto"', dequantized, 1)
 
     def problem(self, linear: dict[str, Any]) -> str:

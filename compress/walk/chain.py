@@ -89,7 +89,8 @@ class Chain:
     def _read(self, index: int) -> None:
         for call in self.calls:
             with safe_open(self._file(index, call), "pt") as file:  # cloned: memory of its own, aligned as any other
-                state = {name: file.get_tensor(name).clone().to(call.hidden.device) for name in file.keys()}  # noqa: SIM118 (no dict)
+                names = file.keys()
+                state = {name: file.get_tensor(name).clone().to(call.hidden.device) for name in names}
                 call.hidden = state.pop("hidden")
                 call.take(index + 1, state)
 

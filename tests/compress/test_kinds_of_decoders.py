@@ -10,6 +10,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
 from compress import METHODS, apply, load_compressed, load_model, save_compressed
+from compress.checkpoint.classes import auto_class
+from compress.checkpoint.compressed_tensors import CompressedTensors
 from compress.checkpoint.fits import check_save_format
 from compress.checkpoint.gptq import Layout
 from compress.checkpoint.interop.foreign import load_quantized
@@ -38,7 +40,8 @@ GEMMA4 = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_la
           "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
 KINDS: dict[str, dict] = {
     "bamba": {"attn_layer_indices": [1], **MAMBA},
-    "falcon": {"head_dim": None, "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "bias": False},
+    "falcon": {"head_dim": None, "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True,
+               "bias": False},
     "falcon_h1": {"mamba_d_ssm": 128, **MAMBA},
     "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 8,
                      "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 96, "laurel_rank": 8,
@@ -46,7 +49,8 @@ KINDS: dict[str, dict] = {
                      "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma4_text": GEMMA4,
     "gpt_bigcode": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 96, "multi_query": True},
-    "gpt_neo": {"num_hidden_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "gpt_neo": {"num_hidden_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]],
+                "window_size": 8},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "llama": {},
     "mamba": {"state_size": 8},
@@ -405,6 +409,8 @@ def test_a_decoder_with_images_loads_by_name_with_all_its_weights(tmp_path, real
     result = apply([METHODS["rtn"](bits=4, group_size=32)], loaded)
     assert result.layers and not any("visual" in layer.name for layer in result.layers)
     ids = tokens(1, 8, vocabulary=80)[0]
+    assert "AutoModelForImageTextToText.from_pretrained" in CompressedTensors().how_to_load(loaded)
+    assert auto_class(loaded.config) is AutoModelForImageTextToText
     for save_format in ("workbench", "compressed-tensors"):
         path = save_compressed(result, tmp_path / save_format, save_format=save_format)
         again, _ = load_model(str(path)) if save_format == "workbench" else (load_quantized(path, torch.float32), None)
