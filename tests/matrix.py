@@ -160,7 +160,8 @@ def fill(names: list[str], folder: Path, columns: list[str], jobs: int) -> None:
 
 
 def page(rows: dict[str, dict[str, Cell]]) -> str:
-    """The page of these rows. Reasons that differ in names and numbers only share a footnote."""
+    """The page of these rows. Reasons that differ in names and numbers only share a footnote; rows that lack a cell are
+    named at the end."""
     notes: dict[str, tuple[int, str]] = {}  # by its pattern: the number and the first text
 
     def shown(cell: Cell) -> str:
@@ -171,8 +172,11 @@ def page(rows: dict[str, dict[str, Cell]]) -> str:
         return f"{'–' if cell.result == 'moot' else cell.result} [{number}](#reasons)"
 
     lines = [
-        f"| `{name}` | " + " | ".join(shown(cells[column]) for column in COLUMNS) + " |" for name, cells in rows.items()
+        f"| `{name}` | " + " | ".join(shown(cells[column]) for column in COLUMNS) + " |"
+        for name, cells in rows.items()
+        if set(COLUMNS) <= set(cells)
     ]
+    waiting = [f"`{name}`" for name, cells in rows.items() if not set(COLUMNS) <= set(cells)]
     left_out = [f"- {reason}: " + ", ".join(f"`{name}`" for name in names) for reason, names in LEFT_OUT.items()]
     return "\n".join([
         HEAD.format(version=transformers.__version__),
@@ -187,6 +191,7 @@ def page(rows: dict[str, dict[str, Cell]]) -> str:
         "\n## Not in the table\n",
         "Names of `AutoModelForCausalLM` that have no row:\n",
         *left_out,
+        *([f"\nNot tried yet: {', '.join(waiting)}."] if waiting else []),
         "",
     ])  # fmt: skip
 
