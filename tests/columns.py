@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from compress import METHODS, apply, load_compressed, save_compressed
+from compress.checkpoint.save import check_holds
 from compress.inputs.on_disk import load_on_disk
 from compress.kv import CompressedCache, attached
 from compress.kv.policy import Policy
@@ -254,7 +255,9 @@ def compressed_tensors(subject: Subject) -> None:
 def gguf(subject: Subject) -> str | None:
     """Exported to GGUF in 8 bits, the model gives the same logits, read by transformers and, where the environment
     variable LLAMA_CPP_PYTHON names a Python that imports llama_cpp, by llama.cpp."""
-    result = subject.apply("rtn(bits=8, group_size=32)", subject.model())
+    model = subject.model()
+    check_holds("gguf", model, {})
+    result = subject.apply("rtn(bits=8, group_size=32)", model)
     path = subject.saved(result, "gguf")  # verified by transformers' reader
     if python := os.environ.get(LLAMA_CPP):
         file, found = next(path.glob("*.gguf")), path / "logits.json"
