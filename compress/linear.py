@@ -61,8 +61,15 @@ class CompressedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """W [out, in] in the activations' dtype, computed at each call; for code that reads a linear's weight."""
-        return self.dequantize().to(self.dtype)
+        """W [out, in] in the activations' dtype, for x as it is before the transform, computed at each call; for code
+        that reads a linear's weight. Inputs are not rounded by such code."""
+        W, (before, _) = self.dequantize(), parted(self.transform)
+        if before:
+            T = torch.eye(self.in_features, device=W.device)  # [in, in], x' = x T
+            for step in before:
+                T = step(T)
+            W = W @ T.t()
+        return W.to(self.dtype)
 
     @property
     def nbytes(self) -> int:

@@ -34,7 +34,10 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ or "-n" not in sys.argv:
     import torch
     from torch import Tensor, nn
-    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.architectures import USUAL, tiny_model
+else:
+    USUAL = ()
 
 gc.freeze()  # nor is any of them looked at again
 gc.enable()
@@ -45,40 +48,6 @@ ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT.parent / "shared" / "data"
 MODELS = ROOT.parent / "shared" / "models"
 WARM = str(Path(__file__).with_name("warm.py"))
-
-_COMMON = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-           "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
-ARCHITECTURES: dict[str, dict] = {
-    "llama": _COMMON,
-    "mistral": {**_COMMON, "head_dim": 16},
-    "qwen2": _COMMON,
-    "qwen3": {**_COMMON, "head_dim": 32},
-    "gemma2": {**_COMMON, "head_dim": 16, "sliding_window": 8},
-    "gemma3_text": {**_COMMON, "head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
-    "phi": _COMMON,
-    "phi3": {**_COMMON, "pad_token_id": 0},
-    "opt": {"vocab_size": 96, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-            "max_position_embeddings": 128, "word_embed_proj_dim": 64, "do_layer_norm_before": True},
-    "gpt2": {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_inner": 96},
-    "gpt_neox": {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-                 "num_attention_heads": 4, "max_position_embeddings": 128},
-    "mixtral": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {**_COMMON, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "qwen2_moe": {**_COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-                  "shared_expert_intermediate_size": 48},
-    "gpt_oss": {**_COMMON, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
-}  # fmt: skip
-
-
-def tiny_model(architecture: str, seed: int = 0, **more) -> nn.Module:
-    """A random model of a few thousand weights, in evaluation mode."""
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(architecture, **{**ARCHITECTURES[architecture], **more})
-    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    for p in model.parameters():  # initial weights are so small that attention and experts hardly differ
-        if p.dim() > 1:
-            p.mul_(4)
-    return model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -105,7 +74,7 @@ def _trusted(monkeypatch, tmp_path_factory):
 ALIKE = {"mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox", "qwen3_moe", "mixtral"}
 
 
-@pytest.fixture(params=[pytest.param(a, marks=[pytest.mark.slow] * (a in ALIKE)) for a in ARCHITECTURES])
+@pytest.fixture(params=[pytest.param(a, marks=[pytest.mark.slow] * (a in ALIKE)) for a in USUAL])
 def any_model(request) -> nn.Module:
     return tiny_model(request.param)
 
@@ -114,7 +83,7 @@ def any_model(request) -> nn.Module:
 OF_A_KIND = {"llama", "gpt2", "qwen2_moe"}
 
 
-@pytest.fixture(params=[pytest.param(a, marks=[pytest.mark.slow] * (a not in OF_A_KIND)) for a in ARCHITECTURES])
+@pytest.fixture(params=[pytest.param(a, marks=[pytest.mark.slow] * (a not in OF_A_KIND)) for a in USUAL])
 def one_of_each_kind(request) -> nn.Module:
     return tiny_model(request.param)
 
@@ -129,7 +98,7 @@ def backend(request) -> str:
 
 @pytest.fixture
 def architectures() -> tuple[str, ...]:
-    return tuple(ARCHITECTURES)
+    return USUAL
 
 
 @pytest.fixture

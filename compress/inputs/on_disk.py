@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from compress.checkpoint.files import check_filled
 from compress.checkpoint.on_disk import tensors_of
 from compress.checkpoint.tied import differ, set_tied, settle_tying
 from compress.embedding import find_ends
+from compress.walk.blocks import find_blocks
+from compress.walk.capture import Stop
 from compress.walk.offload import empty_weights, offload
 from compress.walk.shards import OnDisk, WorkFolder
 
@@ -30,7 +33,8 @@ def load_on_disk(folder: Path, dtype: torch.dtype, *, home: str, offload_path: s
 
     Raises:
         ValueError: the folder has no safetensors, a file is damaged, the model's files and its config do not have the
-            same weights, or transformers would convert the weights and not only their names.
+            same weights, transformers would convert the weights and not only their names, or the model's own code needs
+            its embedding in memory.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     quantised = getattr(config, "quantization_config", None)
@@ -55,7 +59,22 @@ def load_on_disk(folder: Path, dtype: torch.dtype, *, home: str, offload_path: s
         model.generation_config = GenerationConfig.from_pretrained(folder)
     offload(model, where, home=home, folder=WorkFolder(offload_path))
     settle_tying(model)
+    _check_look_up(model, home)
     return model
+
+
+def _check_look_up(model: nn.Module, home: str) -> None:
+    """Raise ValueError if the model cannot look tokens up in a table on disk; no block is loaded."""
+
+    def stop(*_) -> None:
+        raise Stop
+
+    handle = find_blocks(model)[1][0].register_forward_pre_hook(stop, prepend=True)
+    try:
+        with suppress(Stop), torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.long, device=home), use_cache=False)
+    finally:
+        handle.remove()
 
 
 def _empty(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:

@@ -92,6 +92,11 @@ class LayerDrop(Method):
         if count >= there:
             knob = "layers" if self.layers else "count"
             what = " and ".join(kinds)
+            if there < 2:
+                raise ValueError(
+                    f"`target` (={self.target!r}) of layer_drop: this model has {there or 'no'} {what} layer"
+                    f"{'' if there else 's'} to drop, and one must stay"
+                )
             raise ValueError(
                 f"`{knob}` (={getattr(self, knob)!r}) of layer_drop must leave some of the {there} {what} layers of "
                 f"this model: at most {there - 1}"

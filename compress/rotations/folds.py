@@ -1,7 +1,7 @@
 """Folds a rotation of the inputs and outputs of linears into their weights, so that the block computes the same."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,6 +27,45 @@ class StreamUse:
 
     readers: tuple[Link, ...]
     writers: tuple[str, ...]
+
+
+def stream_use(block: nn.Module, norms: Sequence[Link], call: Call, index: int, device: torch.device) -> StreamUse:
+    """How a block uses the residual stream.
+
+    Args:
+        norms: the links of its norms, some of which may lie inside a mixer or an MLP.
+    """
+    of_stream = _norms_of_stream(block, call, index, device)
+    readers = tuple(link for link in norms if link.producer in of_stream)
+    return StreamUse(readers, writers(block, call, index, device))
+
+
+@torch.no_grad()
+def _norms_of_stream(block: nn.Module, call: Call, index: int, device: torch.device) -> set[str]:
+    """Names of the modules without children, such as norms, that read the residual stream itself.
+
+    While all linears give zeros, the stream stays the block's input, and a norm inside a mixer reads something else.
+    """
+    linears = {name: m for name, m in block.named_modules() if is_linear(m)}
+    x, found = call.hidden.to(device), set()
+
+    def note(name: str, given: Tensor) -> None:
+        alike = given.numel() == x.numel() and given.shape[-1] == x.shape[-1]  # OPT's MLP reads [batch * T, hidden]
+        if alike and torch.allclose(given.reshape(x.shape).float(), x.float(), rtol=ALIKE, atol=ALIKE):
+            found.add(name)
+
+    handles = [
+        module.register_forward_pre_hook(lambda _, args, name=name: note(name, args[0]) if args else None)
+        for name, module in block.named_modules()
+        if name and not any(module.children()) and not is_linear(module)
+    ]
+    try:
+        with _outputs(linears, lambda _, output: torch.zeros_like(output)):
+            run_block(block, call, index, device)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
 
 
 @torch.no_grad()
@@ -68,10 +107,13 @@ def _parallel(moved: Tensor, given: Tensor) -> bool:
 
 @contextmanager
 def _outputs(linears: dict[str, nn.Module], gives: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """While the context lasts, the outputs of linears are replaced by gives(name, output)."""
-    handles = [
-        m.register_forward_hook(lambda _, __, output, name=name: gives(name, output)) for name, m in linears.items()
-    ]
+    """While the context lasts, the outputs of linears are replaced by gives(name, output), except for routers that give
+    several values."""
+
+    def replaced(name: str, output: Tensor | tuple) -> Tensor | None:
+        return gives(name, output) if isinstance(output, Tensor) else None
+
+    handles = [m.register_forward_hook(lambda _, __, y, name=name: replaced(name, y)) for name, m in linears.items()]
     try:
         yield
     finally:

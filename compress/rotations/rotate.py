@@ -13,7 +13,7 @@ from compress.formats import Dense
 from compress.linear import CompressedLinear, is_linear, replace, weight_of
 from compress.method import Method, knob
 from compress.records import FoldRecord, LayerRecord
-from compress.rotations.folds import StreamUse, fold_heads, fold_stream, heads_of, trial_of, writers
+from compress.rotations.folds import StreamUse, fold_heads, fold_stream, heads_of, stream_use, trial_of
 from compress.rotations.learned import WINDOW, Rotations, learn
 from compress.rotations.ranges import Turn, dense_record, fold_record, ranges_of
 from compress.transforms import Rotation
@@ -166,25 +166,23 @@ class Rotate(Method):
         """The possible folds, and the inputs that must be rotated while the model runs."""
         prefix, blocks = find_blocks(model)
         links, _ = find_links(model)
-        config = model.config.get_text_config()
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         plan = _Plan(Rotations(None))
         if self.stream != "none":
-            norms = [[link for link in block if link.kind == "norm"] for block in links]
             uses = []
             for index, block in enumerate(blocks):
+                inside = [_inside(link, f"{prefix}.{index}.") for link in links[index] if link.kind == "norm"]
                 with on_device(block, device):
-                    written = writers(block, _short(call), index, device)
-                inside = [_inside(link, f"{prefix}.{index}.") for link in norms[index]]
-                uses.append(StreamUse(tuple(inside), written))
+                    uses.append(stream_use(block, inside, _short(call), index, device))
             rotation = self._of_stream(blocks, uses, call.hidden.shape[-1])
             plan.problem = _stream_problem(blocks, uses, rotation, call, device)
             if not plan.problem:
                 plan.rotations.stream, plan.uses = rotation, uses
-                plan.readers = [link for block in norms for link in block]
+                read = {f"{prefix}.{i}.{link.producer}" for i, use in enumerate(uses) for link in use.readers}
+                plan.readers = [link for block in links for link in block if link.producer in read]
         for index, block in enumerate(links if self.heads else ()):
             for link in block:
-                if link.kind == "linear" and heads_of(link, width):
+                width = _value_width(model, link.producer) if link.kind == "linear" else 0
+                if width and heads_of(link, width):
                     rotation = random_hadamard(width, self.seed + 1 + index)
                     inside = _inside(link, f"{prefix}.{index}.")
                     with on_device(blocks[index], device):
@@ -288,6 +286,16 @@ def _heads_turn(block: nn.Module, link: Link, rotation: Rotation, call: Call, in
     trial = trial_of(block)
     fold_heads(trial, link, rotation)
     return difference(run_block(trial, call, index, device), y) <= tolerance(block)
+
+
+def _value_width(model: nn.Module, producer: str) -> int:
+    """The width of a head of the values that a linear gives, which may differ from layer to layer; 0: no heads."""
+    attention, config = model.get_submodule(producer.rpartition(".")[0]), model.config.get_text_config()
+    for width in (getattr(attention, name, None) for name in ("v_head_dim", "head_dim")):
+        if width:
+            return width
+    heads = getattr(config, "num_attention_heads", None)
+    return config.hidden_size // heads if heads else 0
 
 
 def _takes_the_mean_off(norm: nn.Module) -> bool:

@@ -151,6 +151,11 @@ class Offloaded:
         if self._depth or not self.is_table or not args:
             self._load(self.home)
             return None
+        if args[0].is_meta:
+            raise ValueError(
+                f"`weights` (='disk') cannot serve this model: its code moves the tokens to where {self.name}.weight "
+                "lies, which is on disk; weights='memory' would do"
+            )
         # Only the rows of a table that are looked up are read.
         numbers, places = args[0].unique(return_inverse=True)
         self._lookup = module.weight, module.padding_idx
@@ -253,7 +258,12 @@ def offload(
             continue
         if isinstance(module, AwayLinear):
             raise ValueError(f"{name} is stored compressed, outside the blocks: weights='memory' would do")
-        if any(owner is module for owner, _, _, _ in _state(module)):
+        own = [(key, tensor) for owner, key, _, tensor in _state(module) if owner is module]
+        if own and any(
+            module.children()
+        ):  # few numbers, such as a scale of the stream: the rest are parts of their own
+            _keep_in_memory(module, own, where, f"{name}." if name else "", torch.device(home))
+        elif own:
             parts[name] = module
     _move_buffers(model, torch.device(home))
     table = model.get_input_embeddings()
@@ -263,6 +273,17 @@ def offload(
         is_table = module is table and isinstance(module, nn.Embedding) and type(module.weight) is nn.Parameter
         Offloaded(module, name, own, home=torch.device(home), folder=folder, is_table=is_table)
     return model
+
+
+def _keep_in_memory(
+    module: nn.Module, own: list[tuple[str, Tensor]], where: Mapping[str, OnDisk], start: str, home: torch.device
+) -> None:
+    """Load the tensors that a module itself owns, and not its children."""
+    for key, meta in own:
+        if f"{start}{key}" in where:
+            loaded = where[f"{start}{key}"].read().to(home, meta.dtype)
+            as_parameter = isinstance(meta, nn.Parameter)
+            setattr(module, key, nn.Parameter(loaded, requires_grad=False) if as_parameter else loaded)
 
 
 def put_on_disk(model: nn.Module, home: torch.device | str = "cpu", offload_path: str | Path = "") -> nn.Module:

@@ -182,6 +182,8 @@ def test_bad_input_is_refused_before_any_work(tiny, tokens):
     ):
         with pytest.raises(ValueError, match=message):
             apply([DROP(**wrong)], model, tokens())
+    with pytest.raises(ValueError, match=r"`target` \(='block'\).*has 1 block layer to drop, and one must stay"):
+        apply([DROP(target="block", count=1)], tiny("llama", num_hidden_layers=1), tokens())
     for wrong, message in (
         ({"count": 0}, "`count`"),
         ({"target": "head"}, "`target`"),

@@ -14,6 +14,7 @@ from compress.linear import CompressedLinear, compressed_linears, shape_of
 from compress.method import STAGES
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.offload import named_tensors, put_on_disk
+from tests.architectures import ALIKE, KINDS
 
 # The knobs with which each method is tried on the tiny models; a new method adds its row here.
 ROWS = {
@@ -85,8 +86,6 @@ def test_knobs_describe_themselves(name):
 
 
 # Each method meets one of two of these kinds here, in turn; `make test-all` takes every method on every architecture.
-KINDS = (("llama", "qwen3", "gemma2", "gemma3_text"), ("gpt2", "opt", "phi"), ("qwen2_moe", "gpt_oss"))
-ALIKE = ("mistral", "qwen2", "phi3", "gpt_neox", "qwen3_moe", "mixtral")
 REFUSED = {"smooth_keys": {"gpt2", "phi3", "gpt_neox"}}  # one linear gives queries and keys there
 
 
@@ -96,10 +95,6 @@ def on_architectures():
         for architecture in (*sum(KINDS, ()), *ALIKE):
             marks = [] if architecture in few else [pytest.mark.slow]
             yield pytest.param(name, architecture, marks=marks, id=f"{architecture}-{name}")
-
-
-def test_every_architecture_is_of_a_kind(architectures):
-    assert {*sum(KINDS, ()), *ALIKE} == set(architectures)
 
 
 @pytest.mark.parametrize("name, architecture", on_architectures())

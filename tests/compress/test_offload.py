@@ -304,3 +304,19 @@ def test_a_model_on_disk_is_cast_as_one_in_memory(tiny, tokens, tmp_path):
     save_compressed(result, tmp_path / "saved")
     for again in (load_compressed(tmp_path / "saved"), load_compressed_on_disk(tmp_path / "saved")):
         assert again.dtype == torch.bfloat16 and torch.equal(again(ids).logits, in_memory(ids).logits)
+
+
+def test_a_module_that_owns_a_tensor_beside_the_blocks_does_not_hold_their_weights(tiny, tokens):
+    """Zaya's body has a scale of its residual stream."""
+    model = tiny("zaya")
+    on_disk = put_on_disk(copy.deepcopy(model))
+    assert "model" not in offloaded_parts(on_disk)
+    for one in (model, on_disk):
+        apply(parse_recipe("wanda(ratio=0.5)"), one, tokens())
+    same(on_disk, model)
+
+
+def test_a_model_that_moves_its_tokens_to_the_table_is_refused(tiny, tmp_path):
+    tiny("llama4_text").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="`weights` .*moves the tokens to where model.embed_tokens.weight lies"):
+        load_on_disk(tmp_path, torch.float32, home="cpu")

@@ -8,9 +8,11 @@ from torch.nn.functional import cross_entropy
 
 from compress import METHODS, apply, load_compressed, save_compressed
 from compress.checkpoint.on_disk import load_compressed_on_disk
+from compress.formats import Dense
 from compress.grid.nearest import rtn
+from compress.linear import CompressedLinear
 from compress.recipe import parse_recipe
-from compress.transforms import Hadamard, Rounding
+from compress.transforms import Hadamard, Permutation, Rounding, followed_by
 from compress.transforms.rotation import random_hadamard, random_orthogonal
 from compress.transforms.stream import stream_of
 from compress.tuning.training import Schedule, TrainedLinear
@@ -131,6 +133,20 @@ def test_rotations_are_orthogonal(n):
         y = rotation(x)
         assert torch.allclose(rotation.back(y), x, atol=1e-5) and torch.allclose(y.norm(dim=1), x.norm(dim=1))
     assert torch.allclose(y.mean(1), x.mean(1), atol=1e-5)  # the last one leaves the mean alone
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("inner", [random_hadamard(12, 3), random_orthogonal(12, 3)], ids=["hadamard", "orthogonal"])
+def test_a_weight_that_is_read_is_that_of_the_input_before_its_transform(inner):
+    """Some models multiply by `linear.weight` themselves, as Jamba does for its steps."""
+    W, x = torch.randn(5, 12), torch.randn(3, 12)
+    linear = CompressedLinear(
+        [Dense(inner(W))], None, dtype=torch.float32, transform=followed_by(inner, Permutation(torch.randperm(12)))
+    )
+    torch.testing.assert_close(linear(x), x @ linear.weight.t())
+    torch.testing.assert_close(
+        CompressedLinear([Dense(inner(W))], None, dtype=torch.float32, transform=inner).weight, W
+    )
 
 
 def test_training_lowers_the_loss_of_rounded_inputs_and_resumes(tiny, tokens, tmp_path, monkeypatch):

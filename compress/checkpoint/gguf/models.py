@@ -31,6 +31,8 @@ class Architecture:
         shifted_norms: the file holds 1 + w for the weights w of norms.
         full_every: of every group of this many blocks, the last attends to all positions, the others within a window;
             None: all blocks are alike.
+    names_window: the file names the window also where all blocks are alike, 0 if there is none: versions of llama.cpp
+        do not load it otherwise.
     """
 
     arch: MODEL_ARCH
@@ -38,6 +40,7 @@ class Architecture:
     interleaved: bool = False
     shifted_norms: bool = False
     full_every: int | None = None
+    names_window: bool = False
 
 
 _GELU = "gelu_pytorch_tanh"
@@ -48,7 +51,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(MODEL_ARCH.QWEN3),
     "gemma2": Architecture(MODEL_ARCH.GEMMA2, _GELU, shifted_norms=True, full_every=2),
     "gemma3_text": Architecture(MODEL_ARCH.GEMMA3, _GELU, shifted_norms=True, full_every=6),
-    "phi3": Architecture(MODEL_ARCH.PHI3),
+    "phi3": Architecture(MODEL_ARCH.PHI3, names_window=True),
 }
 
 
@@ -141,8 +144,9 @@ def write_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     writer.add_value_length(size)
     writer.add_rope_dimension_count(int(size * (_rope(config).get("partial_rotary_factor") or 1)))
     _write_rope(writer, config)
+    if (window := _window(config)) is not None:
+        writer.add_sliding_window(window)
     for value, add in (
-        (_window(config), writer.add_sliding_window),
         (getattr(config, "attn_logit_softcapping", None), writer.add_attn_logit_softcapping),
         (getattr(config, "final_logit_softcapping", None), writer.add_final_logit_softcapping),
     ):
@@ -216,7 +220,10 @@ def _rope(config: PreTrainedConfig) -> dict:
 
 
 def _window(config: PreTrainedConfig) -> int | None:
-    return config.sliding_window if ARCHITECTURES[config.model_type].full_every else None
+    how = ARCHITECTURES[config.model_type]
+    if how.names_window:
+        return config.sliding_window or 0
+    return config.sliding_window if how.full_every else None
 
 
 def _write_rope(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
