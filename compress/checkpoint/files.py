@@ -39,7 +39,7 @@ def reading(folder: str | Path, file: str = "") -> Iterator[None]:
         raise ValueError(f"{where} cannot be loaded: {first_line(error)}") from error
     except Exception as error:
         raise ValueError(
-            f"{where} cannot be loaded, it is damaged or its files do not belong together: {kind_and_first_line(error)}"
+            f"{where} cannot be loaded ({kind_and_first_line(error)}); it may be damaged, or its files from two models"
         ) from error
 
 

@@ -65,6 +65,10 @@ def check_header(path: Path) -> None:
         sizes = {key.removeprefix(f"{architecture}."): field for key, field in header.fields.items()}
         names = {"block_count": "num_layers", **{key: f"num_{key}" for key in SIZES}}
         config = {names[key]: field.contents() for key, field in sizes.items() if key in names}
+        if (
+            lacking := {"block_count", "embedding_length"} - sizes.keys()
+        ):  # transformers would take those of a large model
+            raise ValueError(f"{str(path)!r} does not say its {min(lacking)}; download or copy it again")
         check_sizes(config, len(header.tensors), 8 * path.stat().st_size, f"{str(path)!r}")
 
 
