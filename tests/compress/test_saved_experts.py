@@ -144,6 +144,7 @@ def test_several_schemes_name_the_experts_by_one_pattern(tmp_path):
     groups = {group["format"]: group["targets"] for group in config["config_groups"].values()}
     assert r"re:.*\.experts\.\d+\..*" in groups["pack-quantized"] and config["format"] == "mixed-precision"
     assert "model.layers.0.self_attn.q_proj" in groups["float-quantized"]
+    assert {"model.layers.1.mlp.gate", "model.layers.1.mlp.shared_expert_gate", "lm_head"} <= set(config["ignore"])
 
 
 @pytest.mark.parametrize(
