@@ -22,6 +22,8 @@ The codes, scales and zero points are those of the workbench: nothing is quantis
 - **Rotations**: compressed-tensors 0.20 describes them in a `transform_config`, which transformers 5.23 does not read:
   it would load the rotated weights without their rotations, and without a warning. Linears that rotate their inputs
   are refused.
+- **Experts** of a mixture are stored one by one, gate and up projection apart (`interop/experts.py`), and the readers
+  take one scheme for all of them; README.md beside this file says which schemes each reader takes.
 - **Steps of activations per token**: transformers takes max|x| / 127.5 for int8, in the model's dtype; vLLM and this
   workbench take max|x| / 127, in float32. The weights are the same, the products differ by that rounding.
 """
@@ -142,7 +144,7 @@ that are decompressed, under a configuration that calls them packed: vLLM and th
         return f"`save_format` (={self.name!r}) cannot hold this model: {reason}" if reason else ""
 
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:
-        model = checkpoint.model
+        model = with_split_experts(checkpoint.model)
         schemes = schemes_of(model)
         write_reader_configuration(
             checkpoint, folder, quantization_config(schemes, model, StoredNames.of(model).targets) if schemes else None
@@ -150,7 +152,7 @@ that are decompressed, under a configuration that calls them packed: vLLM and th
         write_shards(tensors(model), folder, shard_bytes=checkpoint.shard_bytes)
 
     def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:
-        model, schemes = checkpoint.model, schemes_of(checkpoint.model)
+        model, schemes = with_split_experts(checkpoint.model), schemes_of(checkpoint.model)
         experts = StoredNames.of(model).experts
         unread = unread_experts(experts, schemes)
         if unread:

@@ -271,7 +271,7 @@ def table(rows: Sequence[Row]) -> str:
 def cells(row: Row) -> tuple[str, str]:
     if row.refused:
         return f"refused by the workbench: {row.refused}", "–"
-    return row.transformers, "; ".join(row.problems) or row.vllm
+    return row.transformers, "; ".join(filter(None, (row.vllm, *row.problems)))
 
 
 def arguments() -> argparse.Namespace:

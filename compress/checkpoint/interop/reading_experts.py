@@ -13,7 +13,7 @@ from compress.checkpoint.interop.experts import StoredNames, expert_shapes
 from compress.checkpoint.interop.schemes import FLOATS, Scheme
 from compress.checkpoint.shards import Shards
 from compress.linear import sharing_copy
-from compress.walk.experts import split_experts
+from compress.walk.experts import is_fused_experts, split_experts
 from kernels.w8a8_matmul import BLOCK, quantize_rows
 
 # Two models that round differently choose other experts for some tokens; another router does so for nearly all. Allowed
@@ -21,11 +21,12 @@ from kernels.w8a8_matmul import BLOCK, quantize_rows
 OTHER_CHOICES, OTHER_WEIGHT = 0.25, 0.25
 
 
-def with_split_experts(loaded: nn.Module) -> nn.Module:
-    """A model that shares the weights of a loaded one, its experts split as those of compressed models are."""
-    if not expert_shapes(loaded):
-        return loaded
-    split = sharing_copy(loaded)
+def with_split_experts(model: nn.Module) -> nn.Module:
+    """The model; where its experts are fused, a model that shares its weights, with experts split as methods split
+    them."""
+    if not any(map(is_fused_experts, model.modules())):
+        return model
+    split = sharing_copy(model)
     split_experts(split)
     return split
 

@@ -84,8 +84,20 @@ def other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Names of the linears of the model, compressed or not, which readers find as linears."""
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear | CompressedLinear)]
+    """Names of the linears of the model, compressed or not, which readers find as linears.
+
+    Routers of a mixture are among them: transformers has classes of their own for them, and vLLM builds linears.
+    """
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | CompressedLinear) or _routes(module)
+    ]
+
+
+def _routes(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
 
 
 def model_of_tensors(kind: type[nn.Module], folder: Path, tensors: Mapping[str, Tensor]) -> nn.Module:
