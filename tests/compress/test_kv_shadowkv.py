@@ -10,8 +10,8 @@ from torch.testing import assert_close
 from compress import METHODS, apply, load_compressed, save_compressed
 from compress.kv import attach, attached, attachment_of
 from compress.kv.layer import KVLayer
-from compress.kv.offload import Offloaded, tiers
 from compress.kv.reading.chunked import ChunkedSlab
+from compress.kv.reading.offload import Offloaded, tiers
 from compress.kv.reading.reader import Reader
 from compress.kv.static import MadeUpCache, decoder
 from compress.kv.storage import joined

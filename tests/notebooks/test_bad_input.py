@@ -228,6 +228,20 @@ def test_every_parameter_is_checked_at_plan(notebook):
     assert refused > 5
 
 
+@pytest.mark.parametrize(
+    "name, reason", [("DiffLlama", "its logits differ by"), ("DeepseekV3", "multi-head latent attention")]
+)
+def test_attention_that_no_compressed_cache_serves_ends_at_plan(tmp_path, name, reason):
+    """A small model of the same configuration is tried; there are no weights."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(num_hidden_layers=4, architectures=[f"{name}ForCausalLM"])
+    config.save_pretrained(tmp_path)
+    values = {name: parameter.default for name, parameter in read_parameters("recipe").items()}
+    with pytest.raises(ValueError, match=reason):
+        check_run("recipe", values | {"model_name": str(tmp_path), "recipe": "snapkv(budget=0.5)"}, named=True)
+
+
 def test_cells_of_others_are_not_executed_by_a_plan(tmp_path, monkeypatch, trivial, sweep):
     """A notebook that a sweep names has its parameters checked by type; one that the user names is executed."""
     monkeypatch.delenv("WORKBENCH_TRUST")

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compress.kv.offload import Offloaded
 from compress.kv.precision import Precision
 from compress.kv.projecting.shared import Basis, Factored, Turn, factors
+from compress.kv.reading.offload import Offloaded
 from compress.kv.storage import Slab, from_start, taken
 from kernels.kv_decode import KV, Listed, kv_decode
 from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS

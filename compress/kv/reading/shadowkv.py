@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from compress.kv.layer import KVLayer
-from compress.kv.offload import check_folder
 from compress.kv.policy import CacheMethod, tokens_of
 from compress.kv.reading.chunked import ChunkedSlab, Plan
 from compress.kv.reading.method import Glance, Reading, Role
+from compress.kv.reading.offload import check_folder
 from compress.kv.storage import Slab, from_start, joined
 from compress.method import Method, knob
 
@@ -26,7 +26,7 @@ class ShadowKV(Reading):
     After a prompt the keys of each layer, before RoPE and with all heads side by side, are stored as two factors (a
     truncated singular value decomposition). The mean of the rotated keys of a chunk is its landmark. A token reads the
     chunks whose landmarks get the largest softmax from its query: their keys are computed from the factors and rotated,
-    and their values are fetched from main memory or, with `path`, from a mapped file; `compress.kv.offload.tiers`
+    and their values are fetched from main memory or, with `path`, from a mapped file; `compress.kv.reading.offload.tiers`
     counts the bytes. For each head, the chunks with the keys that are least like their landmarks, by cosine, stay exact
     and are always read. So are the last 4 whole chunks of the prompt, the positions behind them, and all tokens that
     are written afterwards.
