@@ -24,7 +24,7 @@ from compress.method import Method, settle
 from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerRecord
 from compress.result import Result
 from compress.walk.blocks import find_blocks, kept_weights
-from compress.walk.capture import activations_on_disk, device_of, on_device
+from compress.walk.capture import activations_on_disk, check_runs, device_of, on_device
 from compress.walk.experts import is_fused_experts, split_experts
 from compress.walk.folds.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
@@ -136,7 +136,7 @@ def _apply(
     check_attach(model, on_cache)
     usage = plan(recipe, model, batches, max_memory)
     if any(isinstance(method, LayerwiseMethod | FoldingMethod) for method in recipe):
-        _split_experts(model)
+        _split_experts(model, batches)
     _check_same({"recipe": str(recipe), "model": identity["weights_sha256"], "batches": tokens and tokens["sha256"]})
     folder = _work_folder(model, work_path) if usage.activations == "disk" else None
     with measured(usage, model), activations_on_disk(folder), recording() as kernels:
@@ -252,9 +252,16 @@ def apply_each(
     return results
 
 
-def _split_experts(model: nn.Module) -> None:
-    """Split the experts of every block into linears, which changes no output."""
-    for block in find_blocks(model)[1]:
+def _split_experts(model: nn.Module, batches: Sequence[Tensor]) -> None:
+    """Split the experts of every block into linears, which changes no output.
+
+    Raises:
+        ValueError: the model cannot be walked; nothing in it was changed.
+    """
+    _, blocks = find_blocks(model)
+    if len(batches) and not is_offloaded(model) and any(map(is_fused_experts, blocks.modules())):
+        check_runs(model, blocks, batches[0])
+    for block in blocks:
         if any(map(is_fused_experts, block.modules())):
             with on_device(block, device_of(block)):
                 split_experts(block)

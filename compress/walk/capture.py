@@ -14,6 +14,7 @@ from compress.walk.shards import OnDisk, WorkFolder
 from kernels.errors import first_line
 
 MICRO_BATCH_TOKENS = 2048  # tokens that go through a block at once
+FEW = 8  # tokens on which a model is tried
 
 
 class Stop(Exception):
@@ -124,6 +125,12 @@ def block_calls(
         for i, block in enumerate(originals):
             blocks[i] = block
     return calls
+
+
+@torch.no_grad()
+def check_runs(model: nn.Module, blocks: nn.ModuleList, batch: Tensor) -> None:
+    """Raise ValueError if `block_calls` would refuse this model, seen on a few tokens."""
+    _probe(model, blocks, batch[:, :FEW])
 
 
 def micro_batches(batches: Sequence[Tensor]) -> list[Tensor]:

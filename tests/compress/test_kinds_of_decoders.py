@@ -128,6 +128,19 @@ def test_what_is_passed_beside_the_hidden_state_is_kept_between_runs(tokens):
     assert torch.equal(call.hidden, other.hidden)
 
 
+def test_a_model_that_cannot_run_is_refused_with_its_experts_as_they_were(tokens):
+    """DeepSeek's keys of queries are cut by `head_dim` if it is not that of the rotated part."""
+    more = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+            "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+            "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 1}  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **BASE | more))
+    before = state(model)
+    with pytest.raises(ValueError, match=r"`model` \(DeepseekV3ForCausalLM\) cannot run the first batch: RuntimeError"):
+        apply([METHODS["gptq"](bits=4, group_size=32)], model, tokens(2, 8))
+    assert same(state(model), before)
+
+
 # Drops.
 
 
