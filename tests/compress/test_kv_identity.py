@@ -213,7 +213,10 @@ def test_caches_of_other_models_and_of_interrupted_passes_are_refused(tiny, toke
 
 def test_what_cannot_be_timed_is_refused(tokens):
     """Compiled steps read layers of one width, or with a window; methods of learned parts know each layer's width."""
-    for kind, reason in (("gemma4_text", "layers that share keys, or that differ in their widths"), ("lfm2", r"layers \(conv\)")):
+    for kind, reason in (
+        ("gemma4_text", "layers that share keys, or that differ in their widths"),
+        ("lfm2", r"layers \(conv\)"),
+    ):
         with pytest.raises(ValueError, match=reason):
             timed_decoder(decoder(kind))
     assert key_shapes(decoder("gemma4_text")) == {1: (2, 32), 3: (2, 32)}
