@@ -237,7 +237,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "attention_hidden_size": 128,
         "layers_block_type": ("linear_attention", "linear_attention", "hybrid", "hybrid"),
     },
-    "xlstm": {"v_head_dim": None},
+    "xlstm": {"v_head_dim": None, "hidden_size": 128, "embedding_dim": 128},
     "hrm_text": {"H_cycles": 1, "L_cycles": 2, "L_bp_cycles": [1]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "inkling_text": _INKLING,
