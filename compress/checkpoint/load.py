@@ -133,7 +133,8 @@ def put_computed(model: nn.Module, computed: Mapping[str, Tensor]) -> None:
     for name, tensor in computed.items():
         owner, _, buffer = name.rpartition(".")
         module = model.get_submodule(owner)
-        if getattr(module, buffer).shape != tensor.shape:
+        own = getattr(module, buffer, None)  # none where the config has no layer that needs it
+        if own is not None and own.shape != tensor.shape:
             raise ValueError(f"{name} is stored as {tuple(tensor.shape)}, and is another one by {CONFIG}")
         module.register_buffer(buffer, tensor, persistent=False)
 

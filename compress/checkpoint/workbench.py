@@ -23,6 +23,9 @@ from compress.transforms.stream import stream_of
 from compress.walk.experts import SplitExperts
 from compress.walk.offload import is_offloaded
 
+# Parts of the layout that only this workbench reads; without them, the folder is a plain one of transformers.
+OURS = ("split_experts", "linears", "embeddings", "dropped", "stream")
+
 
 class Workbench(SaveFormat):
     """Holds everything that the workbench makes; read by `load_compressed`."""
@@ -72,8 +75,9 @@ model, tokenizer = load_model("PATH", dtype="bfloat16")
         else:
             write_shards(_tensors(model).items(), folder, shard_bytes=checkpoint.shard_bytes)
         write_configuration(checkpoint, folder)
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        (folder / CONFIG).write_text(json.dumps(config | NOT_FOR_OTHERS, indent=2), encoding="utf-8")
+        if any(layout.get(part) for part in OURS):
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            (folder / CONFIG).write_text(json.dumps(config | NOT_FOR_OTHERS, indent=2), encoding="utf-8")
 
     @torch.no_grad()
     def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:

@@ -210,6 +210,8 @@ def _probe(model: nn.Module, blocks: nn.ModuleList, batch: Tensor) -> tuple[Retu
     try:
         logits = model(batch.to(device_of(model)), use_cache=False).logits
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+        if _is_skeleton(model):  # runs as far as no values are needed, which its callers know
+            raise
         raise ValueError(
             f"`model` ({type(model).__name__}) cannot run the first batch: {type(error).__name__}: {first_line(error)}"
         ) from error
@@ -227,6 +229,12 @@ def _probe(model: nn.Module, blocks: nn.ModuleList, batch: Tensor) -> tuple[Retu
             )
         passed = tuple(dict.fromkeys((*passed, *passed_on(output, args, kwargs))))
     return Returned.like(outputs[0]), passed
+
+
+def _is_skeleton(model: nn.Module) -> bool:
+    """Whether no weight of a model has values, on any device or disk."""
+    on_disk = any(hasattr(part, "_offloaded") for part in model.modules())
+    return not on_disk and all(p.is_meta for p in model.parameters())
 
 
 def run_block(block: nn.Module, call: Call, index: int, device: torch.device) -> Tensor:

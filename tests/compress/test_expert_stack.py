@@ -7,8 +7,7 @@ import torch
 
 from compress import METHODS, apply, load_compressed, save_compressed
 from compress.linear import CompressedLinear
-from compress.walk import stack
-from compress.walk.experts import SplitExperts
+from compress.walk.experts import SplitExperts, stack
 from kernels.registry import recording
 
 

@@ -145,7 +145,7 @@ def test_another_way_of_multiplying_in_the_walk_is_no_matter(tiny, tokens, tmp_p
         apply(recipe, tiny("llama", num_hidden_layers=3), tokens(), work_path=tmp_path)
     killer(1 << 30)
     ran = []
-    monkeypatch.setattr(lockstep, "run_block", lambda *a: ran.append(a[2]) or capture.run_block(*a))
+    monkeypatch.setattr(lockstep, "run_once", lambda *a: ran.append(a[2]) or capture.run_once(*a))
     apply(recipe, tiny("llama", num_hidden_layers=3), tokens(), work_path=tmp_path)
     assert set(ran) == {2}, "blocks 0 and 1 are finished, and are not run again"
 

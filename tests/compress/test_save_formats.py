@@ -272,7 +272,7 @@ def test_blocks_of_fp8_and_what_does_not_fill_them(tiny, tmp_path, verification)
     recipe = [METHODS["fp8"](weights="block")]
     with pytest.raises(ValueError, match="in_features .=64. are no multiple of 128"):
         check_save_format("compressed-tensors", recipe, tiny("llama"))
-    model = tiny("llama", hidden_size=128, intermediate_size=384)
+    model = tiny("llama", hidden_size=128, intermediate_size=384, head_dim=32, num_key_value_heads=4)
     path = save_compressed(apply(recipe, model), tmp_path / "out", save_format="compressed-tensors")
     assert load_file(path / "model.safetensors")["model.layers.0.mlp.up_proj.weight_scale"].shape == (3, 1)
     same_codes(model, load_quantized(path, torch.float32))

@@ -357,7 +357,8 @@ def test_a_page_that_cannot_be_drawn_leaves_the_record(tmp_path, monkeypatch):
 
     monkeypatch.setattr(study, "render", draw)
     record = dict.fromkeys(["model", "calibration", "scores"]) | dict.fromkeys(["recipe", "layers"], [])
-    record |= {"schema_version": 1, "run": dict.fromkeys(["key", "notebook", "started", "duration_s"]), "kernels": {}}
+    record |= {"schema_version": 1, "kernels": {}}
+    record["run"] = {"key": "k", "notebook": "gptq", "started": None, "duration_s": None}
     named = ["commit", "dirty", "versions", "hardware", "threads", "dtype", "flags", "command"]
     record["provenance"] = dict.fromkeys(named) | {"threads": float("nan")}
     run = study.Run(study.RunInfo("k", "gptq", {}, datetime.now(UTC), ""), tmp_path)

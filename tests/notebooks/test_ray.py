@@ -17,12 +17,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from eval.record.manifest import seal
 from notebooks.batch.engines import lost as lost_runs
 from notebooks.batch.engines.ray import Ray
 from notebooks.batch.job import Outcome, job_of
 from notebooks.batch.plan import run_sweep
 from notebooks.batch.processes import lives, marked, place_of, started
-from notebooks.batch.run_folder import RunFolder
+from notebooks.batch.run_folder import NEEDED, RunFolder
 from notebooks.batch.status import finished_runs, status
 from notebooks.batch.sweep import read_sweep
 from notebooks.study.identity import packages_code
@@ -208,7 +209,9 @@ def _begins(places: RunFolder) -> None:
 
 def _finishes(places: RunFolder) -> None:
     places.folder.mkdir(parents=True)
-    (places.folder / "manifest.json").write_text('{"attempt": "a"}')
+    for name in NEEDED:
+        (places.folder / name).write_text("{}")
+    seal(places.folder, {"attempt": "a", "key": places.folder.name})
 
 
 def _caused(errors, cause: Exception):

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from compress.linear import shape_of
-from compress.walk import stack
+from compress.walk.experts import stack
 from kernels.int_matmul import Packed
 from kernels.int_matmul.experts import expert_matmul
 
