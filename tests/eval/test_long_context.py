@@ -72,7 +72,8 @@ def test_the_head_is_given_whole_rows_and_left_as_it_was(sample, monkeypatch):
         return linear(x, weight, bias)
 
     hooks = len(head._forward_pre_hooks)
-    with attached(model):  # compares the model's logits with and without a cache of ours, once
+    with attached(model) as attachment:  # a model is tried and its rotations are learned once, by passes of their own
+        attachment.cache(observes=True)
         monkeypatch.setattr(torch.nn.functional, "linear", noted)
     scored(model, [one], variants={}, visibilities=["agnostic"])
     assert len(strides) == 2 and all(strides) and len(head._forward_pre_hooks) == hooks
