@@ -90,7 +90,8 @@ def decode(
     """
     config = generation_config
     more = config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states)
-    if synced_gpus or more or not model_kwargs.get("use_cache") or not model_kwargs.keys() <= KNOWN:
+    fixed = getattr(model_kwargs.get("past_key_values"), "is_compileable", False)  # wants masks of its own
+    if synced_gpus or more or fixed or not model_kwargs.get("use_cache") or not model_kwargs.keys() <= KNOWN:
         return type(model)._sample(
             model, input_ids, logits_processor, stopping_criteria, config,
             synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,

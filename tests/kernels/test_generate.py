@@ -65,6 +65,7 @@ REQUESTS = {
     "hidden states": {"return_dict_in_generate": True, "output_hidden_states": True},
     "without a cache": {"use_cache": False},
     "chunks": {"prefill_chunk_size": 5},
+    "static cache": {"cache_implementation": "static"},
 }  # fmt: skip
 
 
