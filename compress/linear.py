@@ -174,7 +174,28 @@ def met_by(linear: nn.Module, x: Tensor) -> Tensor:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether this is a linear, whose weight the methods compress."""
-    return isinstance(module, nn.Linear | Conv1D | CompressedLinear)
+    if not isinstance(module, nn.Linear | Conv1D | CompressedLinear):
+        return False
+    own = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+    return not own or _computes_as_linear(type(module), module)
+
+
+_known_kinds: dict[type, bool] = {}
+
+
+@torch.no_grad()
+def _computes_as_linear(kind: type, module: nn.Linear) -> bool:
+    """Whether a class that is derived from nn.Linear still gives x W^T, by the shape of what it gives for three tokens:
+    a router or a product of groups gives something else."""
+    if kind not in _known_kinds:
+        weight = module.weight
+        x = torch.zeros(1, 3, module.in_features, dtype=weight.dtype, device=weight.device)
+        try:
+            y = kind.forward(module, x)
+            _known_kinds[kind] = isinstance(y, Tensor) and y.shape == (1, 3, module.out_features)
+        except Exception:
+            _known_kinds[kind] = False
+    return _known_kinds[kind]
 
 
 def compressed_linears(model: nn.Module) -> dict[str, CompressedLinear]:

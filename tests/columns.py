@@ -206,7 +206,10 @@ def _skipped(block: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple
 
 def _zeroed(module: nn.Module, args: tuple, output: Tensor | tuple) -> Tensor | tuple:
     zeros = torch.zeros_like(output[0] if isinstance(output, tuple | list) else output)
-    return (zeros, *output[1:]) if isinstance(output, tuple | list) else zeros
+    if not isinstance(output, tuple | list):
+        return zeros
+    rest = (torch.zeros_like(x) if isinstance(x, Tensor) and x.dim() == 1 else x for x in output[1:])  # its bias
+    return zeros, *rest
 
 
 def ends(subject: Subject) -> None:

@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from compress.checkpoint.interop.schemes import FLOATS, INTS, Scheme, scheme_of
 from compress.checkpoint.verify import named_weights
 from compress.walk.experts import SplitExperts, is_fused_experts, split_shapes
+from kernels.errors import kind_and_first_line
 from kernels.w8a8_matmul import BLOCK
 
 _STORED = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")
@@ -65,7 +66,14 @@ class StoredNames:
         labels, source = _labels(model)
         experts: dict[str, list[Rows]] = defaultdict(list)
         others = {}
-        for stored, given in revert_weight_conversion(model, labels).items() if labels else ():
+        try:
+            names = revert_weight_conversion(model, labels) if labels else {}
+        except Exception as error:  # a conversion that computes with the values, or with tensors that are no labels
+            raise ValueError(
+                f"the names of its experts in files cannot be told: transformers' conversion of {type(model).__name__} "
+                f"raises {kind_and_first_line(error)}"
+            ) from error
+        for stored, given in names.items():
             rows = given.flatten().tolist()
             linear, start = source[rows[0]]
             if linear in labels:
