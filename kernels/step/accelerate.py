@@ -326,8 +326,9 @@ class StepsInOneCall:
 
     @property
     def logits(self) -> Tensor:
-        """Of the last step, float32 [batch, vocabulary], rounded as the model's."""
-        return self._bound.step.logits.to(self._acceleration.model.dtype).float()
+        """Of the last step, float32 [batch, vocabulary], rounded as the model's; valid until the next step."""
+        logits = self._bound.step.logits
+        return logits.to(self._acceleration.model.dtype).float() if self._bound.step.cap else logits
 
     def finish(self) -> None:
         """Let the cache know how many positions are in use."""

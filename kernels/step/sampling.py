@@ -1,5 +1,7 @@
 """The choice of the next tokens from their logits, as `generate` configures it."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -78,20 +80,25 @@ def _leaves_out(processor: LogitsProcessor) -> bool:
     return type(processor) in WARPERS and getattr(processor, "filter_value", -torch.inf) == -torch.inf
 
 
-def warped(scores: Tensor, warpers: LogitsProcessorList) -> tuple[Tensor, Tensor | None]:
+def warped(scores: Tensor, warpers: Sequence[LogitsProcessor]) -> tuple[Tensor, Tensor | None]:
     """What warpers leave of scores [batch, vocabulary]: scores [batch, n], -inf where a token is removed, and the
     tokens that they belong to, int64 [batch, n]; None: all tokens, in order.
 
-    After the first warper that leaves few tokens, transformers' own warpers run on these alone: a token that is removed
-    and one that is not there have the same effect on them.
+    After the first warper that leaves few tokens, the others see these alone, from the largest score down: a token that
+    is removed and one that is not there have the same effect on them.
     """
     tokens = None
+    kinds = [type(warper) for warper in warpers]
+    if kinds[:2] == [TemperatureLogitsWarper, TopKLogitsWarper]:  # the k largest are the same before and after
+        warpers = [warpers[1], warpers[0], *warpers[2:]]
     for warper in warpers:
         few = None
         if tokens is None and type(warper) is TopKLogitsWarper:
             few = _largest(scores, warper.top_k)
         elif tokens is None and type(warper) is TopPLogitsWarper:
             few = _nucleus(scores, warper.top_p, warper.min_tokens_to_keep)
+        elif type(warper) is TopPLogitsWarper:
+            few = _until(scores, scores.softmax(-1), warper.top_p, warper.min_tokens_to_keep), tokens
         if few is None:
             scores = warper(tokens, scores)
         else:
@@ -114,12 +121,16 @@ def _nucleus(scores: Tensor, p: float, least: int) -> tuple[Tensor, Tensor] | No
     None: `NUCLEUS` tokens do not suffice."""
     values, tokens = scores.topk(min(NUCLEUS, scores.shape[1]))
     mass = (values - scores.logsumexp(-1, keepdim=True)).exp()
-    before = mass.cumsum(-1) - mass
-    if values.shape[1] < scores.shape[1] and not bool((before[:, -1] >= p).all()):
+    if values.shape[1] < scores.shape[1] and not bool((mass[:, :-1].sum(-1) >= p).all()):
         return None
-    removed = before >= p
+    return _until(values, mass, p, least), tokens
+
+
+def _until(values: Tensor, mass: Tensor, p: float, least: int) -> Tensor:
+    """Falling scores [batch, n] with the probabilities `mass`, -inf where those before them sum to p or more."""
+    removed = mass.cumsum(-1) - mass >= p
     removed[:, :least] = False
-    return values.masked_fill(removed, -torch.inf), tokens
+    return values.masked_fill(removed, -torch.inf)
 
 
 def drawn(probabilities: Tensor) -> Tensor:
@@ -130,7 +141,7 @@ def drawn(probabilities: Tensor) -> Tensor:
     """
     up_to = probabilities.double().cumsum(-1)
     total = up_to[:, -1:]
-    if not bool(total.isfinite().all()):
+    if not math.isfinite(total.sum()):
         raise ValueError("the next token cannot be drawn: the model's scores are not finite, or no token is left")
     at = torch.rand(len(total), 1, dtype=torch.float64) * total
     return torch.searchsorted(up_to, at, right=True).clamp_max(probabilities.shape[1] - 1)
