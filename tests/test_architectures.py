@@ -23,9 +23,9 @@ def test_every_decoder_of_transformers_has_a_row_or_a_reason():
 
 def test_no_cell_of_the_page_is_wrong():
     rows = row_of(PAGE.read_text())
-    assert list(rows) == [name for name in ARCHITECTURES if name in rows], "in the order of the table"
+    assert list(rows) == list(ARCHITECTURES), "every row, in the order of the table"
     assert all(list(row) == list(COLUMNS) for row in rows.values())
-    assert {cell for row in rows.values() for cell in row.values()} == {"yes", "refused", "–"}
+    assert {cell for row in rows.values() for cell in row.values()} <= {"yes", "refused", "–"}
 
 
 @same_version
