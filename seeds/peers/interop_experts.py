@@ -242,8 +242,8 @@ work.
 - **vLLM** takes one scheme for all experts, and activations rounded per token. Its kernels for quantised experts on
   CPUs need AMX. "Loaded, not run": vLLM has no kernel for the scheme on this processor; it loads the checkpoint, and
   each tensor of the checkpoint is compared with the parameter into which vLLM puts it, bit by bit.
-- **Another text** in vLLM although all tensors are equal (DeepSeek) is not explained yet: the uncompressed models were
-  not compared.
+- **Another text** in vLLM although all tensors are equal (DeepSeek): the uncompressed models, saved by transformers
+  itself, differ there as well, from the second token of a prompt on, so that the export is not the cause.
 - **Routing** is not continuous: where two experts have nearly equal scores, rounding chooses. For the comparison of
   logits the tokens of the loaded model follow the choices of the model in memory, and its own choices are compared by
   themselves.
