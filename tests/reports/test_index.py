@@ -9,7 +9,7 @@ import yaml
 
 from eval.record.rows import typed
 from eval.record.schema import read_record
-from reports.compare.index import MAX_ROWS, _accuracy, index_page, render_index
+from reports.compare.index import MAX_ROWS, _accuracy, index_page, index_row, render_index
 from reports.compare.outcome import RunOutcome
 from reports.compare.papers import papers_page, render_papers
 from reports.page.verdict import verdict
@@ -162,7 +162,7 @@ def test_many_runs_fit_on_a_page(outcomes, tmp_path):
         RunOutcome(f"run-{i}-{'k' * 300}", "gptq", "finished", f"run-{i}-{'k' * 300}", long)
         for i in range(2 * MAX_ROWS)
     ]
-    report = render_index([*many, outcomes[-2]], tmp_path / "index.html")
+    report = render_index(list(map(index_row, [*many, outcomes[-2]])), tmp_path / "index.html")
     html = report.path.read_text()
     shown = len(cells_of(html))
     assert len(html.encode()) <= LIMIT_BYTES and "failed-1" in html and shown > 100
@@ -215,7 +215,7 @@ def test_rows_filter(tab):
 
 
 def test_index_sorts_in_the_browser(browser, outcomes, tmp_path):
-    report = render_index(outcomes, tmp_path / "index.html")
+    report = render_index(list(map(index_row, outcomes)), tmp_path / "index.html")
     tab = browser.new_page()
     tab.goto(report.path.as_uri())
     tab.get_by_role("button", name="took").click()
@@ -231,7 +231,7 @@ def test_index_sorts_in_the_browser(browser, outcomes, tmp_path):
 
 
 def test_readable_without_javascript(browser, outcomes, tmp_path):
-    report = render_index(outcomes, tmp_path / "index.html")
+    report = render_index(list(map(index_row, outcomes)), tmp_path / "index.html")
     context = browser.new_context(java_script_enabled=False)
     tab = context.new_page()
     tab.goto(report.path.as_uri())
@@ -287,7 +287,9 @@ def test_names_and_links_cannot_run(browser, tmp_path, outcomes):
         "measured": [dict.fromkeys(("metric", "value", "setting", "command"), EVIL)],
     }
     reports = [
-        render_index(made, tmp_path / "index.html", comparisons={EVIL: bad, "b": "//evil.example/x"}),
+        render_index(
+            list(map(index_row, made)), tmp_path / "index.html", comparisons={EVIL: bad, "b": "//evil.example/x"}
+        ),
         render_papers([entry], tmp_path / "papers.html", records={EVIL: bad}, root=".."),
     ]
     for report, scripts in zip(reports, (1, 0), strict=True):
