@@ -119,7 +119,7 @@ def _op(
 
         if indices is not None and bits != 16:  # only 16-bit rows are read in place
             cache, indices = gathered(cache, indices, q.dtype), None
-        y, mass, lse = path.kv_decode(q, cache, lengths, starts, indices, scale, softcap, return_mass)
+        y, mass, lse = path.kv_decode(q, cache, lengths, starts, indices, scale, softcap, return_mass, return_lse)
     else:
         cache = cache if indices is None else gathered(cache, indices, torch.float32 if use == "reference" else q.dtype)
         if use == "cpu":

@@ -128,8 +128,9 @@ def kv_decode(
     scale: float,
     softcap: float,
     return_mass: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y [B, H_q, T_q, D], mass [B, H_kv, S + R or n] or None, lse [B, H_q, T_q], for checked arguments.
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y [B, H_q, T_q, D], mass [B, H_kv, S + R or n] or None, lse [B, H_q, T_q] or None, for checked arguments.
 
     indices: [B, H_kv, n], for a cache of 16 bits, or None.
     """
@@ -247,7 +248,7 @@ def kv_decode(
         mass_kernel[(heads * triton.cdiv(total, MASS_BLOCK),)](
             scores, lse, starts, lengths, mass, total, R, BLOCK=MASS_BLOCK, num_warps=4
         )
-    return y, mass, lse.mul_(LN2).view(B, H_q, T_q)
+    return y, mass, lse.mul_(LN2).view(B, H_q, T_q) if return_lse else None
 
 
 def _choose(q: Tensor, cache: KV, heads: int, R: int, bits: int, S: int) -> dict:

@@ -23,6 +23,7 @@ from kernels.step.cache import AttendingCache, LayerRoom, LentRooms, RoomyLayer,
 from kernels.step.decoder import ACCELERATION, NotNative, recognise
 from kernels.step.forward import DecoderForward, NativePrompt, native_prompt
 from kernels.step.generate import generate
+from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.in_parts import StepInParts
 from kernels.step.native import MOST_TOKENS
 from kernels.step.outputs import check_outputs
@@ -35,7 +36,11 @@ TRIED = 16  # tokens of the prompt whose logits are compared with the model's
 
 
 def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat16) -> nn.Module:
-    """Make `model.generate` and calls with a cache fast on a CPU, compressed or not, in place.
+    """Make `model.generate` fast, compressed or not, in place; on a CPU also calls of the model with a cache.
+
+    On a GPU, each step of decoding is replayed as one CUDA graph (`kernels.step.gpu`), captured when a batch size is
+    first met: of fused operations for the models below, of the model's own code for others. Prompts are read by the
+    model's own code, which also takes the steps of padded prompts and of caches other than generate's default.
 
     The logits are those of the model up to rounding: sums between the products are kept in float32. The model's own
     code runs in all cases that the fast path does not support: gradients, `inputs_embeds`, requested attentions or
@@ -68,6 +73,13 @@ def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat1
         earlier.remove()
     if dtype is not None and model.dtype != dtype:
         cast(model, dtype)
+    if model.device.type == "cuda":
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        if len(devices) == 1:
+            GraphAcceleration(model).take_over()
+        else:
+            warnings.warn(f"the model is not accelerated: it is on {len(devices)} devices", stacklevel=2)
+        return model
     acceleration = Acceleration(model)
     try:
         acceleration.assemble()

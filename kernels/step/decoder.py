@@ -107,9 +107,11 @@ class RotaryTables:
         """(cos, sin) [at least `length`, rotated channels] for layers of this kind."""
         made = len(self.made[kind][0]) if kind in self.made else 0
         if made < length:
-            positions = torch.arange(max(length, 2 * made))[None]  # passes over one more token need one more place
+            device = next((buffer.device for buffer in self.module.buffers()), None)
+            # Passes over one more token need one more place.
+            positions = torch.arange(max(length, 2 * made), device=device)[None]
             more = () if kind is None else (kind,)
-            cos, sin = self.module(torch.zeros(1, dtype=torch.float32), positions, *more)
+            cos, sin = self.module(torch.zeros(1, dtype=torch.float32, device=device), positions, *more)
             self.made[kind] = cos[0].float().contiguous(), sin[0].float().contiguous()
         return self.made[kind]
 
@@ -124,16 +126,17 @@ def knows(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def recognise(model: nn.Module, by_cache: bool = False) -> Decoder:
+def recognise(model: nn.Module, by_cache: bool = False, anywhere: bool = False) -> Decoder:
     """The parts of a causal decoder of transformers.
 
     Args:
         by_cache: a cache will compute the attention, so that the model's own kind of attention does not matter.
+        anywhere: the model may be on any device.
 
     Raises:
         NotNative: the model is of another kind, changed by hooks, or not on a CPU.
     """
-    if model.device.type != "cpu":
+    if model.device.type != "cpu" and not anywhere:
         raise NotNative(f"the model is on {model.device.type}")
     kind = getattr(model.config, "_attn_implementation", None)
     owners = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
@@ -220,7 +223,7 @@ def _norm(module: nn.Module, size: int | None = None) -> Norm:
     )
     if not isinstance(weight, Tensor) or eps is None or weight.dim() != 1 or (size is not None and len(weight) != size):
         raise NotNative(f"a norm of an unknown kind ({type(module).__name__})")
-    x = torch.linspace(-3, 2, len(weight)).sin()[None] + 0.5
+    x = torch.linspace(-3, 2, len(weight), device=weight.device).sin()[None] + 0.5
     # In float32, and every channel by itself: in 16 bits, beside a weight of 1,648 as in Gemma 3, 1 more is nothing.
     given = copy.deepcopy(module).float()(x)
     for added in (0, 1):

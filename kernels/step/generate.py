@@ -153,7 +153,7 @@ class _Text:
     def append(self, tokens: Tensor, scores: tuple[Tensor, ...]) -> Tensor:
         """Add one token per sequence, int64 [batch], or padding where a sequence is finished, and return them."""
         if self._pad is not None and not bool(self._unfinished.all()):
-            tokens = torch.where(self._unfinished, tokens, self._pad)
+            tokens = torch.where(self._unfinished.to(tokens.device), tokens, self._pad)
         if self._length == self._ids.shape[1]:
             self._ids = torch.cat([self._ids, self._ids.new_zeros(len(tokens), max(ROOM, self._length // 2))], 1)
         self._ids[:, self._length] = tokens
@@ -166,7 +166,7 @@ class _Text:
             if any(ended):
                 self._unfinished &= ~torch.tensor(ended)
         if self._others:
-            self._unfinished = self._unfinished & ~self._others(self.ids, scores or None)
+            self._unfinished = self._unfinished & ~self._others(self.ids, scores or None).cpu()
         if self._most is not None and self._length >= self._most:
             self._unfinished = torch.zeros_like(self._unfinished)
         self.continues = bool(self._unfinished.any())

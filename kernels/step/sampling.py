@@ -143,5 +143,5 @@ def drawn(probabilities: Tensor) -> Tensor:
     total = up_to[:, -1:]
     if not math.isfinite(total.sum()):
         raise ValueError("the next token cannot be drawn: the model's scores are not finite, or no token is left")
-    at = torch.rand(len(total), 1, dtype=torch.float64) * total
+    at = torch.rand(len(total), 1, dtype=torch.float64, device=total.device) * total
     return torch.searchsorted(up_to, at, right=True).clamp_max(probabilities.shape[1] - 1)
