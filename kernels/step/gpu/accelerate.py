@@ -65,7 +65,7 @@ class GraphAcceleration:
             return None
         try:
             graphs = self.graphs()
-            if self.why_not:
+            if self.why_not or graphs.in_use:  # by another thread, or a generation within a generation
                 return None
             graphs.step(batch, cache.get_seq_length() + LEAST // 4)
         except (NotNative, torch.OutOfMemoryError) as error:

@@ -93,11 +93,13 @@ class Graphs:
 
     Attributes:
         why_not_fused: why steps are the model's own code; "" if they are fused.
+        in_use: are steps being taken? Graphs share their memory, so that only one of them can be in use.
     """
 
     model: nn.Module
     fused: bool = True
     why_not_fused: str = ""
+    in_use: bool = False
     _decoder: Decoder | None = None
     _joined: dict[int, Joined | None] = field(default_factory=dict)
     _steps: dict[tuple[int, int], GraphStep] = field(default_factory=dict)
@@ -118,6 +120,7 @@ class Graphs:
     def clear(self) -> None:
         """Free the graphs with their caches; weights stay joined."""
         self._steps.clear()
+        self._pool = None  # torch forgets a pool with its last graph
 
     @torch.no_grad()
     def step(self, batch: int, positions: int) -> GraphStep:
@@ -136,9 +139,11 @@ class Graphs:
             body = self._body(batch, places)
             try:
                 self._steps[key] = GraphStep(body, self._pool)
-            except torch.cuda.OutOfMemoryError:
+            except torch.OutOfMemoryError:
+                self.clear()
                 raise
             except RuntimeError as error:
+                self.clear()
                 raise NotNative(f"its step cannot be captured: {str(error).splitlines()[0]}") from error
         self._steps[key] = self._steps.pop(key)  # the last one is the one used last
         return self._steps[key]
@@ -152,12 +157,14 @@ class Graphs:
 class GraphSteps:
     """Steps behind a prompt in a cache that `generate` made: the interface of `kernels.step.generate`.
 
-    The cache's tensors are copied into those of the graph, and back by `finish`.
+    The cache's tensors are copied into those of the graph, and back by `finish`. Until then no other `GraphSteps` of
+    these graphs may exist.
     """
 
     def __init__(self, graphs: Graphs, cache: DynamicCache, batch: int) -> None:
         self._graphs, self._cache, self._batch, self._slot = graphs, cache, batch, cache.get_seq_length()
         self._step: GraphStep | None = None
+        graphs.in_use = True
 
     @staticmethod
     def take(cache: Any) -> bool:
@@ -173,7 +180,7 @@ class GraphSteps:
     def __call__(self, tokens: Tensor) -> Tensor:
         """Read tokens [batch, 1]; returns those with the largest logits [batch, 1]."""
         if self._step is None or self._slot >= self._step.body.positions:
-            self.finish()
+            self._give_back()
             self._step = self._graphs.step(self._batch, self._slot + 1 + LEAST // 4)
             for layer, room in zip(self._cache.layers, self._step.body.rooms(), strict=True):
                 held = layer.keys.shape[2]
@@ -193,6 +200,10 @@ class GraphSteps:
 
     def finish(self) -> None:
         """Give the cache the keys and values of the steps."""
+        self._give_back()
+        self._graphs.in_use = False
+
+    def _give_back(self) -> None:
         if self._step is None:
             return
         for layer, (keys, values) in zip(self._cache.layers, self._step.body.rooms(), strict=True):
