@@ -78,7 +78,7 @@ class CompressedCache(Cache):
         self._known: dict[tuple[int, int], dict[str, Tensor]] = {}  # `Seen.known`, by layer and tokens
         self._ranked: dict[tuple[Policy, int, int], Tensor] = {}  # scores that do not depend on the budget
         kinds, settings = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-        if isinstance(settings, dict):  # transformers before 5.20: the same for all layers
+        if isinstance(settings, dict):  # older versions of transformers: the same for all layers
             settings = [settings] * len(kinds)
         layers = [
             self._layer(number) if kind == "full_attention" else LAYER_TYPES[kind](**more)

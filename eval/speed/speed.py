@@ -2,7 +2,8 @@
 
 Every variant uses the same code: a static cache and the fastest available attention. On a CPU a decoder of a known
 kind, compressed or not, reads its prompt op by op (`kernels.step.forward`) and takes its steps in one call of C++
-(`kernels.step.assemble`). Otherwise, the pass over the prompt and the decoding step are compiled block by block
+(`kernels.step.assemble`). On a GPU all steps, those of the 16-bit baseline too, are replayed from a CUDA graph
+(`kernels.step.gpu`). Otherwise, the pass over the prompt and the decoding step are compiled block by block
 (`eval.speed.regional`), and products of 16-bit linears use the fastest method in a trial (`eval.speed.packing`):
 torch's own products reach a quarter of the memory bandwidth and would be too weak a baseline.
 """
@@ -40,6 +41,8 @@ from kernels.step.assemble import NativeStep, native_step
 from kernels.step.cache import static_cache
 from kernels.step.decoder import ACCELERATION, NotNative, knows
 from kernels.step.forward import NativePrompt, native_prompt
+from kernels.step.gpu.accelerate import accelerate_by_graphs
+from kernels.step.gpu.graphs import Graphs
 
 
 @dataclass(frozen=True)
@@ -301,7 +304,9 @@ def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_token
         return
     variant.step, variant.kernels = step, step.kernels
     variant.execution = step.how(len(variant.packing.weights))
-    if isinstance(getattr(step, "prompt", None), NativePrompt):
+    if isinstance(step, GraphDecoder):
+        accelerate_by_graphs(variant.model, step.graphs)
+    elif isinstance(step.prompt, NativePrompt):
         accelerate_by(variant.model, step.prompt, step.why_compiled or ("" if step.in_one_call else "no native step"))
     if variant.compiled and in_huge_pages(_read_tensors(variant)):
         variant.execution += "; huge pages"
@@ -360,9 +365,48 @@ class FastDecoder:
         return {op: self.prompt.kernels.get(op, set()) | self.step.kernels.get(op, set()) for op in ops}
 
 
-def fast_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> FastDecoder:
+class GraphDecoder:
+    """A decoder on a GPU: its pass over a prompt, and steps that are replayed from a CUDA graph.
+
+    Args:
+        variant: its model and its cache. prompt: the pass over a prompt, which fills this cache.
+        positions: room for the prompt and the steps.
+
+    Raises:
+        NotNative: the step cannot be captured.
+    """
+
+    def __init__(self, variant: Variant, prompt: Step, positions: int, batch: int) -> None:
+        self.prompt, self.cache = prompt, variant.cache
+        with recording() as self.kernels:
+            self.graphs = Graphs(variant.model)
+            self.step = self.graphs.step(batch, positions)
+        for op, used in getattr(prompt, "kernels", {}).items():
+            self.kernels.setdefault(op, set()).update(used)
+
+    def how(self, dense: int) -> str:
+        """A description of how the two are executed; dense: number of weights with fast products in compiled passes."""
+        prompt = "compiled prompt" if isinstance(self.prompt, RegionalStep) else "eager prompt"
+        own = f" of the model's own code ({why})" if (why := self.graphs.why_not_fused) else ", fused"
+        return f"{prompt}; steps as a CUDA graph{own}" if self.step.captured else f"{prompt}; steps op by op{own}"
+
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        held = tokens.shape[1]
+        if held == 1:
+            self.step.tokens.copy_(tokens)
+            self.step()
+            return self.step.tokens.clone()
+        largest = self.prompt(tokens, positions)
+        for layer, room in zip(self.cache.layers, self.step.body.rooms(), strict=True):
+            for read, own in zip((layer.keys, layer.values), room, strict=True):
+                own[:, :, :held] = read[:, :, :held]
+        self.step.at(held)
+        return largest
+
+
+def fast_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> FastDecoder | GraphDecoder:
     """Prepare a variant's model for prompts of this length and for single tokens; passes that are not native are
-    compiled, or run op by op if the variant must not be compiled.
+    compiled, or run op by op if the variant must not be compiled. On a GPU, steps are replayed from a CUDA graph.
 
     Raises:
         NotNative: the variant must not be compiled, and its model is unknown.
@@ -370,13 +414,14 @@ def fast_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> FastDe
     """
     cache, eager = variant.cache, _step(variant.model, variant.cache)
     tokens, positions = _prompt(variant, prompt_tokens, batch)
-    prompt: NativePrompt | RegionalStep
+    prompt: NativePrompt | RegionalStep | Step
     try:
         prompt = native_prompt(variant.model, cache, tokens)
     except NotNative:
-        if not variant.compiled:
+        if not variant.compiled and tokens.device.type == "cpu":
             raise
-        prompt = compile_regional(variant.model, cache, eager, tokens, positions, variant.packing, cache.reset)
+        compiles = (variant.model, cache, eager, tokens, positions, variant.packing, cache.reset)
+        prompt = compile_regional(*compiles) if variant.compiled else eager
 
     def after_prompt() -> None:
         cache.reset()
@@ -384,6 +429,11 @@ def fast_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> FastDe
 
     one, position = torch.zeros_like(tokens[:, :1]), torch.full_like(positions[:, :1], prompt_tokens)
     reason = ""
+    if one.device.type == "cuda":
+        try:
+            return GraphDecoder(variant, prompt, variant.cache.layers[0].max_cache_len, batch)
+        except NotNative as error:
+            reason = str(error)
     if one.device.type == "cpu":
         try:
             return FastDecoder(prompt, native_step(variant.model, cache, one, position, after_prompt))

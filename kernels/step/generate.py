@@ -97,7 +97,9 @@ def decode(
             synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
         )  # fmt: skip
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if mask is not None and mask.dim() == 2 and bool((mask == 1).all()):  # newer versions of transformers drop it themselves
+    if (
+        mask is not None and mask.dim() == 2 and bool((mask == 1).all())
+    ):  # newer versions of transformers drop it themselves
         mask = None
     outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
     cache, logits = outputs.past_key_values, outputs.logits[:, -1].float()

@@ -12,6 +12,11 @@ from kernels.step.generate import generate
 from kernels.step.gpu.graphs import LEAST, Graphs, GraphSteps
 
 
+def accelerate_by_graphs(model: nn.Module, graphs: Graphs) -> None:
+    """Accelerate a model, in place, with graphs that have been made already."""
+    GraphAcceleration(model, _graphs=graphs, _state=_state(model)).take_over()
+
+
 @dataclass(repr=False)
 class GraphAcceleration:
     """How a model on a GPU generates; created by `accelerate`. Prompts are read by the model's own code.

@@ -1,0 +1,158 @@
+"""Steps of decoding for a GPU, run op by op on a CPU: the same operations that a CUDA graph would replay."""
+
+import copy
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import DynamicCache
+
+from compress import METHODS, apply
+from eval.speed.speed import GraphDecoder, Variant
+from kernels.step.cache import static_cache
+from kernels.step.gpu.accelerate import GraphAcceleration
+from kernels.step.gpu.body import FusedBody, largest
+from kernels.step.gpu.graphs import Graphs, GraphSteps
+
+FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
+
+
+def compressed(model, name, tokens):
+    """The model after a method, or as it is for ""."""
+    recipe = {"": [], "rtn": [METHODS["rtn"](bits=4, group_size=16)], "int8": [METHODS["int8"]()]}[name]
+    return apply(recipe, model, tokens()).model if recipe else model
+
+
+def steps_beside_the_model(model, graphs, ids, count=6):
+    """Largest relative differences of the logits, and of the keys, of steps behind a prompt from the model's own."""
+    cache = DynamicCache(config=model.config)
+    token = model(ids, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
+    own, steps, differences = copy.deepcopy(cache), GraphSteps(graphs, cache, len(ids)), []
+    for _ in range(count):
+        steps(token)
+        wanted = model(token, past_key_values=own, use_cache=True).logits[:, -1].float()
+        differences.append(float((steps.logits - wanted).norm() / wanted.norm()))
+        token = wanted.argmax(-1, keepdim=True)
+    steps.finish()
+    assert cache.get_seq_length() == own.get_seq_length()
+    pairs = [(a.keys, b.keys) for a, b in zip(cache.layers, own.layers, strict=True)]
+    return max(differences), max(float((a - b).float().norm() / b.float().norm()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("method", ["", "rtn", "int8"])
+@pytest.mark.parametrize("architecture", FUSED)
+@torch.no_grad()
+def test_fused_steps_are_the_models(architecture, method, tiny, tokens):
+    model = compressed(tiny(architecture), method, tokens)
+    graphs = Graphs(model)
+    assert graphs.why_not_fused == ""
+    logits, keys = steps_beside_the_model(model, graphs, torch.cat(tokens(2, 13)))
+    assert max(logits, keys) < (2e-2 if method == "int8" else 1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "phi", "cohere"])
+@torch.no_grad()
+def test_other_models_take_their_steps_by_their_own_code(architecture, tiny, tokens):
+    model = tiny(architecture)
+    graphs = Graphs(model)
+    assert graphs.why_not_fused
+    assert max(steps_beside_the_model(model, graphs, torch.cat(tokens(2, 13)))) < 1e-5
+
+
+@torch.no_grad()
+def test_weights_with_one_input_are_joined(tiny, tokens, monkeypatch):
+    monkeypatch.setattr("compress.formats.int_group.panels_fit", lambda *_: False)  # codes in rows, as on a GPU
+    model = compressed(tiny("qwen2"), "rtn", tokens)
+    graphs = Graphs(model)
+    joined = [one for one in graphs._joined.values() if one is not None]
+    assert len(joined) == 2 * len(model.model.layers) and all(one.bias is not None for one in joined[::2])
+    assert max(steps_beside_the_model(model, graphs, torch.cat(tokens(3, 9)))) < 1e-5
+
+
+@torch.no_grad()
+def test_a_wrong_block_is_found_and_the_models_own_code_runs(tiny, monkeypatch):
+    model = tiny("llama").bfloat16()
+    right = FusedBody.block
+
+    def wrong(self, block, *args):
+        y = right(self, block, *args)
+        return y if block.index else y * 1.3
+
+    monkeypatch.setattr(FusedBody, "block", wrong)
+    assert "gives other output than a Llama's" in Graphs(model).why_not_fused
+
+
+def test_generate_writes_what_transformers_writes(tiny, tokens):
+    model = tiny("llama", max_position_embeddings=2048)
+    fast, ids = copy.deepcopy(model), torch.cat(tokens(2, 9))
+    GraphAcceleration(fast).take_over()
+    many = {"max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(fast.generate(ids, **many), model.generate(ids, **many))
+    assert "fused" in repr(fast.acceleration)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    assert_close(fast.generate(ids, attention_mask=mask, **many), model.generate(ids, attention_mask=mask, **many))
+    first, second = (m.generate(ids, return_dict_in_generate=True, **many) for m in (fast, model))
+    again = [m.generate(r.sequences, past_key_values=r.past_key_values, **many)
+             for m, r in ((fast, first), (model, second))]  # fmt: skip
+    assert torch.equal(*again)
+    assert fast.generate(ids, max_new_tokens=5, do_sample=True, top_k=3).shape == (2, 14)
+    fast.acceleration.remove()
+    assert "generate" not in vars(fast) and not hasattr(fast, "acceleration")
+
+
+def test_a_changed_model_gets_other_graphs(tiny, tokens):
+    model, ids = tiny("llama"), torch.cat(tokens(1, 9))
+    GraphAcceleration(model).take_over()
+    model.generate(ids, max_new_tokens=4, do_sample=False)
+    plain = copy.deepcopy(apply([METHODS["rtn"](bits=2, group_size=16)], model).model)
+    plain.acceleration.remove()
+    many = {"max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(model.generate(ids, **many), plain.generate(ids, **many))
+
+
+def test_graphs_in_use_are_not_lent_again(tiny, tokens):
+    model = tiny("llama")
+    acceleration = GraphAcceleration(model)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    for cache in caches:
+        model(tokens(1, 9)[0], past_key_values=cache)
+    first = acceleration.steps(caches[0], 1)
+    assert acceleration.steps(caches[1], 1) is None
+    first.finish()
+    assert acceleration.steps(caches[1], 1) is not None
+
+
+def test_a_longer_text_gets_a_larger_graph(tiny, tokens, monkeypatch):
+    monkeypatch.setattr("kernels.step.gpu.graphs.LEAST", 16)
+    model = tiny("llama")
+    fast, ids = copy.deepcopy(model), torch.cat(tokens(2, 9))
+    GraphAcceleration(fast).take_over()
+    many = {"max_new_tokens": 50, "do_sample": False}
+    assert torch.equal(fast.generate(ids, **many), model.generate(ids, **many))
+
+
+@torch.no_grad()
+def test_measured_speed_takes_graphs_steps_behind_its_own_prompt(tiny):
+    model = tiny("llama")
+    cache = static_cache(model, 64)
+    ids, at = (torch.arange(12)[None] * 5) % 90, torch.arange(12)[None]
+
+    def prompt(tokens, positions):
+        logits = model(tokens, past_key_values=cache, position_ids=positions, use_cache=True).logits
+        return logits[:, -1].argmax(-1, keepdim=True)
+
+    prompt(ids, at), cache.reset()
+    decoder = GraphDecoder(Variant(model, False, model=model, cache=cache), prompt, 64, 1)
+    written = [decoder(ids, at)]
+    for place in range(12, 20):
+        written.append(decoder(written[-1], torch.tensor([[place]])))
+    expected = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None)[:, 12:]
+    assert torch.equal(torch.cat(written, 1), expected)
+    assert decoder.how(0) == "eager prompt; steps op by op, fused"
+
+
+@pytest.mark.parametrize("vocabulary", [7, 96, 128, 1024])
+def test_the_first_of_equal_logits_is_the_largest(vocabulary):
+    logits = torch.randint(4, (5, vocabulary)).float()
+    assert torch.equal(largest(logits), logits.argmax(-1))
