@@ -1,11 +1,12 @@
 """Check every kernel, then time it against its roofline.
 
 `python -m kernels.harness.validate --budget 540 --out DIR` needs torch and nothing else, and triton for the Triton
-kernels. It runs these phases in order: it describes the machine, measures its two ceilings (bandwidth and arithmetic),
-runs the checks of every op (outputs are poisoned first, and every kernel runs twice and must give equal bits), searches
-launch configurations (only with --tune), and times the contests. Each contest first compares the output of every
-contestant with the right result at that shape and in that configuration. Contestants with wrong outputs are not timed;
---time-red times them too, and the row then says that it is unsound. A red check elsewhere marks the rows of its op.
+kernels. It runs these phases in order: it describes the machine, measures its two ceilings (bandwidth and arithmetic;
+not with --checks-only), runs the checks of every op (not with --no-checks; outputs are poisoned first, and every kernel
+runs twice and must give equal bits), searches launch configurations (only with --tune), and times the contests. Each
+contest first compares the output of every contestant with the right result at that shape and in that configuration.
+Contestants with wrong outputs are not timed; --time-red times them too, and the row then says that it is unsound. A red
+check elsewhere marks the rows of its op.
 
 The checks of all ops are dealt out to as many processes as there are cores, each of which imports torch once. The
 contests of an op run in a process of its own, and the remaining time is shared among the remaining ops; with
@@ -92,6 +93,7 @@ class Validation:
         self.deadline = self.began + options.budget - CLOSING
         self.left: list[Job] = []
         self.phases: dict[str, float] = {}
+        self.environment: Line | None = None
         options.out.mkdir(parents=True, exist_ok=True)
         self.lines = options.out / "rows.jsonl"
         for old in (self.lines, options.out / "log.txt"):
@@ -104,7 +106,11 @@ class Validation:
     def run(self) -> int:
         ops, options = list(self.options.ops), self.options
         print(f"{len(ops)} ops on {options.device}, {options.budget:.0f} s, into {options.out}", flush=True)
-        self._do([Job("ceilings", "")], self.began + 0.25 * options.budget)
+        if options.checks_only:  # nothing that needs them
+            self.environment = roofline.environment(torch.device(options.device))
+            print(_machine(self.environment), flush=True)
+        else:
+            self._do([Job("ceilings", "")], self.began + 0.25 * options.budget)
         ready = self.began + options.budget * (PREPARING_TUNED if options.tune else PREPARING)
         if not options.no_checks:
             self._do(self._shards("checks", ["+".join(ops)]), self.deadline if options.checks_only else ready)
@@ -158,7 +164,7 @@ class Validation:
                 "time_red": options.time_red,
                 "meaningful": not (interpreting() or options.toy),
             },
-            "environment": machine.get("environment") or roofline.environment(torch.device("cpu")),
+            "environment": machine.get("environment") or self.environment or roofline.environment(torch.device("cpu")),
             "ceilings": machine.get("ceilings"),
             "checks": _latest(lines, "check", "impl"),
             "unfinished": [{"op": op, "phase": job.phase, "next": job.start} for job in self.left for op in job.ops],
