@@ -51,6 +51,7 @@ def _check(name: str, x: Tensor, w: Csr, W: Tensor) -> Check:
         lambda: x.double() @ W.t(),
         TOLERANCE[x.dtype],
         ("library",),
+        repeats=not x.is_cuda,  # cuSPARSE adds in no fixed order
     )
 
 
@@ -83,4 +84,5 @@ def _contest(device: torch.device, shape: tuple[int, int], tokens: int, dtype: t
         least_bytes=8 * len(w.values) + 4 * (out + 1) + x.element_size() * tokens * (out + columns),
         flops=2 * tokens * len(w.values),
         expected={"library": times(x, lambda: W), name: times(x, lambda: dense[0])},
+        repeats=device.type == "cpu",
     )

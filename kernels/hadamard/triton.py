@@ -49,6 +49,25 @@ def in_rows(t, PA: tl.constexpr, B: tl.constexpr, PC: tl.constexpr, R: tl.conste
 
 
 @triton.jit
+def largest_of_groups(
+    v, PA: tl.constexpr, B: tl.constexpr, PC: tl.constexpr, R: tl.constexpr, EACH: tl.constexpr
+):  # fmt: skip
+    """The largest integer of every EACH elements of v [R PA B, PC], the result of `in_rows`: [R PA B PC / EACH].
+
+    Triton (3.6 and 3.7) shuffles neighbouring lanes of a warp when it reduces (harness/hazards.py). Two lane bits of a
+    product's result hold columns, bits 1 and 2 of b (with PA > 1: of a), and three hold the lowest bits of rows, those
+    of c (of b and then c). Where the lanes of a group of several lines are not neighbours, it is reduced in two steps,
+    which takes more registers."""
+    LINES: tl.constexpr = EACH // PC
+    NEIGHBOURS: tl.constexpr = (B >= 8) if PA > 1 else (LINES != 4)
+    if LINES > 1 and EACH < PA * B * PC and not NEIGHBOURS:
+        top = tl.max(tl.max(tl.reshape(v, (R * PA * B // LINES, LINES, PC)), 2), 1)
+    else:
+        top = tl.max(tl.reshape(v, (R * PA * B * PC // EACH, EACH)), 1)
+    return top
+
+
+@triton.jit
 def hadamard_kernel(
     x,
     y,
@@ -125,11 +144,12 @@ def codes_kernel(
     t = (t.to(tl.float32) * tl.load(signs + column, mask=here, other=0).to(tl.float32)).to(t.dtype)
     kind: tl.constexpr = x.dtype.element_ty
     v = in_rows(transformed(t, HA, HB, HC, scale, PA, B, PC, R, PIECES).to(kind), PA, B, PC, R)
+    tops = largest_of_groups(magnitude(v.to(tl.float32)), PA, B, PC, R, EACH)
     v = tl.reshape(v.to(tl.float32), (R * HELD, EACH))
     j = tl.arange(0, R * HELD)
     first, group = tl.program_id(0) * R + j // HELD, j % HELD
     largest = tl.where((first % blocks) * GROUPS + group < wide, 127.0, LARGEST)
-    size, inverse = steps(tl.max(magnitude(v), 1), largest)
+    size, inverse = steps(tops, largest)
     tl.store(step + first.to(tl.int64) * GROUPS + group, size, mask=(first < rows) & (group < GROUPS))
     v = tl.minimum(tl.maximum(v * inverse[:, None], -largest[:, None]), largest[:, None])
     code = (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # the sum's last byte is v to nearest even
@@ -250,7 +270,7 @@ def shipped() -> list[Compilation]:
         (28672, "bf16"),
         (32768, "fp32"),
     )
-    rounded = ((576, "bf16", 0), (4096, "bf16", 64), (4096, "bf16", 0), (14336, "bf16", 128))
+    rounded = ((576, "bf16", 0), (4096, "bf16", 64), (4096, "bf16", 0), (14336, "bf16", 128), (256, "fp32", 64))
     whole = [_compilation(n, dtype) for n, dtype in sizes] + [_codes_compilation(*each) for each in rounded]
     return whole + spread.shipped()
 

@@ -17,9 +17,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kernels.harness.cases import OPS
-from kernels.harness.hazards import overwritten_in_flight, rewritten_in_flight
+from kernels.harness.hazards import mixed_rows, overwritten_in_flight, rewritten_in_flight
 from kernels.interpreter import interpreting
 from kernels.tuning import Compilation
 from kernels.user_cache import cache_folder
@@ -48,8 +49,9 @@ def shipped(ops: tuple[str, ...] = OPS) -> dict[str, Compilation]:
     return found
 
 
-def cubin(c: Compilation, capability: int = 90) -> tuple[bytes, int, str]:
-    """Machine code, the bytes of shared memory that a launch requests, and the PTX."""
+def compiled(c: Compilation, capability: int = 90) -> Any:
+    """Triton's kernel: `asm` has the machine code "cubin", "ptx" and "ttgir"; `metadata.shared` is the bytes of shared
+    memory that a launch requests."""
     if interpreting():
         raise ValueError("`TRITON_INTERPRET` (=1) keeps Triton from compiling; unset it before Python starts")
     import triton
@@ -70,8 +72,7 @@ def cubin(c: Compilation, capability: int = 90) -> tuple[bytes, int, str]:
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
     options = {"num_warps": c.num_warps, "num_stages": c.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return compiled.asm["cubin"], compiled.metadata.shared, compiled.asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def figures(c: Compilation) -> dict[str, int]:
@@ -85,14 +86,15 @@ def figures(c: Compilation) -> dict[str, int]:
         instructions: machine instructions without padding.
         and how many of them are matrix instructions, by mnemonic, if there are any.
         in_flight:    registers rewritten while a product still reads them, if there are any.
+        mixed:        reductions that mix rows, if there are any.
         outstanding:  waits for products that leave one product pending, if the kernel is expected to have such waits.
     """
-    code, dynamic, ptx = cubin(c)
-    hazards = rewritten_in_flight(ptx)
+    kernel = compiled(c)
+    hazards, mixed = rewritten_in_flight(kernel.asm["ptx"]), mixed_rows(kernel.asm["ttgir"])
     pending = "outstanding" in c.expects
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
-        path.write_bytes(code)
+        path.write_bytes(kernel.asm["cubin"])
         usage = _tool("cuobjdump", "--dump-resource-usage", str(path))
         listing = _tool("nvdisasm", "-c", str(path))
     found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED):(\d+)", usage)}
@@ -107,10 +109,11 @@ def figures(c: Compilation) -> dict[str, int]:
         "registers": found["REG"],
         "stack": found["STACK"],
         "spills": count["LDL"] + count["STL"],
-        "shared": found["SHARED"] + dynamic,
+        "shared": found["SHARED"] + kernel.metadata.shared,
         "instructions": len(mnemonics) - count["NOP"],
         **{m: count[m] for m in MATRIX if count[m]},
         **({"in_flight": len(hazards)} if hazards else {}),
+        **({"mixed": len(mixed)} if mixed else {}),
         **({"outstanding": outstanding} if outstanding else {}),
     }
 
@@ -119,7 +122,7 @@ def why_not(c: Compilation, capability: int) -> str | None:
     """The reason why a kernel does not run on GPUs of this capability (89: 8.9): it does not compile, or needs too much
     shared memory. None if it runs."""
     try:
-        shared = cubin(c, capability)[1]
+        shared = compiled(c, capability).metadata.shared
     except Exception as error:  # errors of Triton's compiler, whose types differ between versions
         return (str(error).strip().splitlines() or [type(error).__name__])[-1]
     return f"shared memory {shared} > {SHARED[capability]}" if shared > SHARED[capability] else None
@@ -138,6 +141,8 @@ def regressions(c: Compilation, now: dict[str, int], before: dict[str, int] | No
         wrong.append(f"shared memory {now['shared']} > {SHARED_LIMIT}")
     if now.get("in_flight"):
         wrong.append(f"{now['in_flight']} registers are rewritten while a product reads them: see hazards.py")
+    if now.get("mixed"):
+        wrong.append(f"{now['mixed']} reductions mix rows: see hazards.py")
     if before is not None:
         for key in ("registers", "stack", "spills", "shared"):
             if now[key] > before[key]:

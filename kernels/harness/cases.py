@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# By value: what a budget leaves out are the last ones.
 OPS = (
-    "int_matmul", "lut_matmul", "w8a8_matmul", "kv_decode", "hadamard", "gptq_block", "gram", "sparse24_matmul",
-    "csr_matmul", "trellis_matmul", "ternary_matmul", "w4a8_matmul", "decoder",
+    "int_matmul", "kv_decode", "w8a8_matmul", "w4a8_matmul", "lut_matmul", "hadamard", "gptq_block", "gram",
+    "sparse24_matmul", "trellis_matmul", "csr_matmul", "ternary_matmul", "decoder",
 )  # fmt: skip
 
 # Relative root mean square errors allowed against float64 on the same quantised operands.
@@ -29,11 +30,17 @@ class Asked:
     shapes: (out, in) of the weights; empty: the op's own shapes, with their goals.
     tokens: rows of x; empty: the op's own.
     dtype:  of the activations.
+    only:   lists of words; a contest is timed if its name has all words of one list; empty: all are timed.
     """
 
     shapes: tuple[tuple[int, int], ...] = ()
     tokens: tuple[int, ...] = ()
     dtype: torch.dtype = torch.bfloat16
+    only: tuple[tuple[str, ...], ...] = ()
+
+    def wants(self, name: str) -> bool:
+        """Was a contest of this name ("int_matmul W4 g128 14336x4096 M=1") requested?"""
+        return not self.only or any(set(words) <= set(name.split()) for words in self.only)
 
 
 OWN = Asked()
@@ -48,6 +55,9 @@ class Check:
               when the check was made, and returns its output or outputs.
     expected: the same outputs in float64, from the same quantised operands, computed by a method other than the op's.
     impls:    the implementations that support these inputs, besides "reference".
+    tolerances: implementation -> allowed relative RMS error, if `tolerance` is too small for its hardware.
+    repeats:  must two runs give the same bits? False for a library that adds in no fixed order; both runs must then be
+              within the tolerance.
     """
 
     op: str
@@ -56,15 +66,23 @@ class Check:
     expected: Callable[[], Tensor | tuple[Tensor, ...]]
     tolerance: float
     impls: tuple[str, ...] = ("triton",)
+    tolerances: dict[str, float] = field(default_factory=dict)
+    repeats: bool = True
+
+    def allowed(self, impl: str) -> float:
+        """The relative RMS error that is allowed for this implementation."""
+        return max(self.tolerance, self.tolerances.get(impl, 0.0))
 
     def error(self, impl: str) -> float:
-        """Largest relative RMS error of the outputs; NaN if an element was never written or two runs differ in any
-        bit."""
+        """Largest relative RMS error of the outputs; NaN if an element was never written or, with `repeats`, two runs
+        differ in any bit."""
         with poisoned():
             first, second = _tuple(self.run(impl)), _tuple(self.run(impl))
-        if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
+        if self.repeats and not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
             return float("nan")
-        errors = [relative_rms(y, e) for y, e in zip(first, _tuple(self.expected()), strict=True)]
+        expected = _tuple(self.expected())
+        runs = (first,) if self.repeats else (first, second)
+        errors = [relative_rms(y, e) for ys in runs for y, e in zip(ys, expected, strict=True)]
         return next(filter(math.isnan, errors), max(errors))  # `max` alone can lose a NaN
 
 
@@ -84,6 +102,7 @@ class Contest:
                  another method; its argument is the contestant's output, since several results may be right.
                  `kernels.harness.verify` compares them before anything is timed.
     tolerance:   contestant -> allowed relative RMS error, if the one for its output's dtype is too small.
+    repeats:     must two runs of ours give the same bits? See `Check`.
     """
 
     op: str
@@ -105,6 +124,7 @@ class Contest:
     graph: bool = True
     expected: dict[str, Expected] = field(default_factory=dict)
     tolerance: dict[str, float] = field(default_factory=dict)
+    repeats: bool = True
 
 
 def times(x: Tensor, W: Callable[[], Tensor]) -> Expected:

@@ -1,4 +1,5 @@
-"""Registers that are rewritten while a matrix product still reads them, found in PTX and in machine code.
+"""Two faults of compiled kernels: registers that are rewritten while a matrix product still reads them, found in PTX
+and in machine code, and reductions that mix rows, found in Triton's layouts.
 
 wgmma runs asynchronously while the warps continue. Its left operand may be in registers, which must not be written
 until a `wait_group` has waited for the product (PTX ISA, `wgmma.wait_group`). In a pipelined loop, Triton lets such a
@@ -7,6 +8,7 @@ product continue into the next iteration, which writes the same registers: trito
 the fault.
 """
 
+import json
 import re
 
 _PRODUCT = re.compile(r"wgmma\.mma_async\.\S+\s+\{[^}]*\},\s*\{([^}]*)\}")  # second braces: registers of the left
@@ -86,4 +88,35 @@ def _overwritten(body: list[tuple[str, str]]) -> set[str]:
             elif (target := re.match(r"R(\d+)\b", operands)) and not mnemonic.startswith(("ST", "RED", "BAR", "BRA")):
                 written = range(int(target[1]), int(target[1]) + _WIDE.get(mnemonic, 1))
                 found |= {f"R{r}" for r in held & set(written)}
+    return found
+
+
+_LAYOUT = re.compile(r"^(#\w+) = #ttg\.linear<\{.*?lane = (\[.*?\]), warp = ", re.M)
+_REDUCED = re.compile(
+    r'"tt\.(?:reduce|scan)"\(.*?<\{axis = (\d+) : i32.*?^\s*\}\) : \(tensor<[^,>]*?, (.*?)>[,)]', re.M | re.S
+)
+_SLICE = re.compile(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}$")
+
+
+def mixed_rows(ttgir: str) -> list[str]:
+    """Reductions along an axis whose lanes are not neighbours in a warp, as "axis 1 of #linear: lanes 0, 2, 3".
+
+    Triton 3.6 and 3.7 shuffle among the next 2, 4, 8, ... lanes from the first lane of the axis on. In a linear layout,
+    which arises from a `permute` and a `reshape` that joins two dimensions, lanes between them can belong to another
+    row, whose values would be mixed in.
+    """
+    lanes = {name: json.loads(bases) for name, bases in _LAYOUT.findall(ttgir)}
+    found = []
+    for axis, layout in _REDUCED.findall(ttgir):
+        dimensions, name = [], layout
+        while match := _SLICE.match(name.rstrip(">")):
+            dimensions.append(int(match[1]))
+            name = match[2]
+        bases = [list(base) for base in lanes.get(name.strip(), ())]
+        for dimension in reversed(dimensions):
+            for base in bases:
+                del base[dimension]
+        held = [i for i, base in enumerate(bases) if base[int(axis)]]
+        if held and held[-1] - held[0] >= len(held):
+            found.append(f"axis {axis} of {name}: lanes {', '.join(map(str, held))}")
     return found

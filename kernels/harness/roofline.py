@@ -172,7 +172,8 @@ def _cpu_products(n: int) -> dict[str, tuple[Callable[[], Callable[[int], object
 
 def environment(device: torch.device) -> dict[str, Any]:
     """The device and software of the measurement; the fields are listed in kernels/harness/validate.py."""
-    commit = _said("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+    given = os.environ.get("WORKBENCH_COMMIT")  # where the checkout was copied without its history
+    commit = given or _said("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -185,7 +186,9 @@ def environment(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": _gpu(device) if device.type == "cuda" else None,
         "commit": commit,
-        "dirty": bool(_said("git", "-C", str(Path(__file__).parent), "status", "--porcelain")) if commit else None,
+        "dirty": bool(_said("git", "-C", str(Path(__file__).parent), "status", "--porcelain"))
+        if commit and not given
+        else None,
     }
 
 

@@ -2,7 +2,10 @@
 
 from typing import Any
 
-HEAD = ("op", "detail", "shape", "M", "ours us", "baseline us", "speed-up", "goal", "roofline", "strongest other")
+HEAD = (
+    "op", "detail", "shape", "M", "ours us", "baseline us", "16-bit us", "speed-up", "goal", "roofline",
+    "strongest other",
+)  # fmt: skip
 MARKS = {
     "*": "timed by events around a loop: Python and launches count",
     "~": "quartiles more than 10% apart",
@@ -10,7 +13,7 @@ MARKS = {
     "!": "UNSOUND: its output is wrong at this shape, so its time counts for nothing",
     "?": "other checks of this op are red; what is timed here is right at this shape",
 }
-LEFT = {0, 1, 2, 9}  # columns of words; the others are figures
+LEFT = {0, 1, 2, 10}  # columns of words; the others are figures
 
 
 def table(record: dict[str, Any]) -> str:
@@ -21,7 +24,10 @@ def table(record: dict[str, Any]) -> str:
     red = [c for c in record["checks"] if not c["green"]]
     text += [f"RED  {c['op']}: {c['name']} ({c['impl']}): {c['message']}" for c in red]
     text += [f"RED  {name(row)}: {who}: {why}" for row in record["rows"] for who, why in row["unsound"].items()]
-    text.append(f"{len(record['checks']) - len(red)} of {len(record['checks'])} checks are green")
+    checks = len(record["checks"])
+    text.append(f"{checks - len(red)} of {checks} checks are green" if checks else "no checks were run")
+    if took := record["run"].get("phases_s"):
+        text.append("seconds: " + ", ".join(f"{phase} {seconds:,.0f}" for phase, seconds in took.items()))
     for rest in record["unfinished"]:
         text.append(f"not done within the budget: {rest['phase']} of {rest['op']} from number {rest['next']} on")
     if record["rows"]:
@@ -40,7 +46,7 @@ def rows_table(rows: list[dict[str, Any]]) -> str:
     used = [
         f"{mark} {meaning}"
         for mark, meaning in MARKS.items()
-        if any(mark in c for line in cells[1:] if len(line) == len(HEAD) for c in line[4:7])
+        if any(mark in c for line in cells[1:] if len(line) == len(HEAD) for c in line[4:8])
     ]
     return "\n".join([text, *used])
 
@@ -80,6 +86,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         *head,
         _us(ours) + "*" * (row["how"][row["ours"]] == "loop") + _soundness(row),
         _us(baseline) if baseline else "-",
+        next((_us(seconds[n]) for n in ("bfloat16", "float16") if seconds.get(n)), "-"),
         f"{'~' * _noisy(row)}{'^' * _drifted(row)}{row['speedup']:.2f}x" if row["speedup"] else "-",
         _goal(row),
         f"{row['roofline']:.0%} {_short(row['bound'])}" if row["roofline"] else "-",

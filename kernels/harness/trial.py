@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from kernels import tuning
 from kernels.errors import kind_and_first_line
 from kernels.harness.cases import OWN, Asked, Check, Contest
 from kernels.harness.roofline import Ceilings, least_seconds
+from kernels.harness.table import name as name_of
 from kernels.harness.timing import settle, time_in_turns
 from kernels.harness.verify import Verdict, apart, fresh, verify
 from kernels.interpreter import interpreting
@@ -41,6 +42,7 @@ DECLARED = (
     "tune_key",
 )
 FOUND = ("speedup", "strongest", "goal_met", "least_seconds", "bound", "roofline", "configuration")
+GOALS_OF = "H200"  # the GPU of the goals in microseconds; ratios to a baseline are goals on every GPU
 WORTH = 0.99  # a configuration is recorded if it takes less than this share of the heuristic's time
 
 
@@ -52,11 +54,12 @@ class Log:
     """Appends lines of JSON to a file that is shared with other processes, and tells the time left."""
 
     def __init__(self, path: Path, phase: str, op: str, shard: str, until: float) -> None:
-        """until: of time.time()."""
-        self.path, self.common, self.until = path, {"phase": phase, "op": op, "shard": shard}, until
+        """until: of time.time(). op: also several, joined by "+"; their lines then name one of them."""
+        self.path, self.until = path, until
+        self.common = {"phase": phase, "op": op, "job": op, "shard": shard}
 
     def write(self, kind: str, **fields: Any) -> Line:
-        line = {"kind": kind, **fields, **self.common}
+        line = {"kind": kind, **self.common, "at": round(time.time(), 2), **fields}
         data = (json.dumps(line, default=str) + "\n").encode()
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -70,37 +73,38 @@ class Log:
 
 
 def checks(log: Log, device: torch.device, part: tuple[int, int], start: int) -> None:
-    """Run every check of the op with every implementation that runs here; `part` (i, n): only the i-th of n shares."""
+    """Run every check of the op, or ops, with every implementation that runs here; `part` (i, n): only the i-th of n
+    shares."""
     warnings.filterwarnings(
         "ignore", message=".*[Dd]eterministic.*"
     )  # `poisoned` causes warnings that do not matter here
-    try:
-        items = [
-            (c, i) for c in import_module(f"kernels.{log.common['op']}.cases").checks(device) for i in _impls(c, device)
-        ]
-    except Exception as error:
-        log.write(
-            "check",
-            index=-1,
-            name="(making the checks)",
-            impl="",
-            error=None,
-            tolerance=None,
-            green=False,
-            message=kind_and_first_line(error),
-        )
-        log.write("end", next=None)
-        _must_answer(device)
-        return
+    items: list[tuple[str, Check, str]] = []
+    for op in log.common["job"].split("+"):
+        try:
+            made = import_module(f"kernels.{op}.cases").checks(device)
+            items += [(op, c, i) for c in made for i in _impls(c, device)]
+        except Exception as error:
+            log.write(
+                "check",
+                op=op,
+                index=-1,
+                name="(making the checks)",
+                impl="",
+                error=None,
+                tolerance=None,
+                green=False,
+                message=kind_and_first_line(error),
+            )
+            _must_answer(device)
     began, done = time.monotonic(), 0
-    for index, (check, impl) in enumerate(items):
+    for index, (op, check, impl) in enumerate(items):
         if index < start or index % part[1] != part[0]:
             continue
         if log.left() <= (time.monotonic() - began) / max(done, 1):  # what one takes on average
-            log.write("end", next=index)
+            log.write("end", next=index, pending="+".join(dict.fromkeys(op for op, *_ in items[index:])))
             return
-        log.write("begin", index=index, name=check.name, impl=impl)
-        line = log.write("check", index=index, **run_check(check, impl))
+        log.write("begin", op=op, index=index, name=check.name, impl=impl)
+        line = log.write("check", op=op, index=index, **run_check(check, impl))
         done += 1
         if not line["green"]:
             print(f"RED  {check.op}: {check.name} ({impl}): {line['message']}", flush=True)
@@ -115,9 +119,9 @@ def run_check(check: Check, impl: str) -> Line:
         error = check.error(impl)
     except Exception as raised:
         message = kind_and_first_line(raised)
-    green = error is not None and error <= check.tolerance
+    green = error is not None and error <= check.allowed(impl)
     if error is not None and not green:
-        message = f"relative RMS error {error:.2e} is over {check.tolerance:.0e}"
+        message = f"relative RMS error {error:.2e} is over {check.allowed(impl):.0e}"
         if math.isnan(error):
             message = "NaN: an element was never written, or two runs of the same call differ"
         error = error if math.isfinite(error) else None
@@ -125,7 +129,7 @@ def run_check(check: Check, impl: str) -> Line:
         "name": check.name,
         "impl": impl,
         "error": error,
-        "tolerance": check.tolerance,
+        "tolerance": check.allowed(impl),
         "green": green,
         "message": message,
     }
@@ -141,7 +145,7 @@ def contests(
     asked: Asked = OWN,
     time_red: bool = False,
 ) -> None:
-    """Time the op's contests from `start` on, while there is time.
+    """Time the contests of the op, or ops, from `start` on, while there is time.
 
     Args:
         tune: folder that also receives the configurations; None: no tuning.
@@ -152,13 +156,14 @@ def contests(
     tuned: dict[tuple[str, str], dict | None] = {
         (line["op"], line["key"]): line["configuration"] for line in read(log.path) if line["kind"] == "tuned"
     }
-    for index, contest in _numbered(log, device, toy, asked):
+    for index, contest, pending in _numbered(log, device, toy, asked):
         if index < start:
             began = time.monotonic()
             continue
+        contest = goals_here(contest, device)
         if log.left() <= (time.monotonic() - began) / max(done, 1):  # average time to make and to time one
             log.write("contest", index=index, **_row(contest, "skipped: budget"), rest=True)
-            log.write("end", next=index)
+            log.write("end", next=index, pending=pending)
             return
         log.write("begin", index=index, **_row(contest, ""))
         try:
@@ -184,7 +189,7 @@ def contests(
 
 def warm(log: Log, device: torch.device, toy: bool, part: tuple[int, int], tune: bool, asked: Asked = OWN) -> None:
     """Call everything to be timed once, so that several processes compile and cache it in parallel."""
-    for index, contest in _numbered(log, device, toy, asked):
+    for index, contest, _ in _numbered(log, device, toy, asked):
         if log.left() <= 0:
             break
         if index % part[1] == part[0]:
@@ -355,29 +360,39 @@ def ceilings_line(ceilings: Ceilings) -> Line:
     return asdict(ceilings)
 
 
-def _numbered(log: Log, device: torch.device, toy: bool, asked: Asked) -> Iterator[tuple[int, Contest]]:
-    """The op's contests, numbered; each is logged before it is made, so that a contest that ends the process can be
+def _numbered(log: Log, device: torch.device, toy: bool, asked: Asked) -> Iterator[tuple[int, Contest, str]]:
+    """The requested contests with their numbers and the ops that are not finished; several ops take turns, the first
+    contests of all of them first. Each is logged before it is made, so that a contest that ends the process can be
     identified."""
-    made = iter(import_module(f"kernels.{log.common['op']}.cases").contests(device, toy, asked))
-    index = -1
-    while True:
-        index += 1
-        log.write("begin", index=index)
-        try:
-            contest = next(made, None)
-        except Exception as error:  # a generator that raised gives no further contests
-            if log.common["phase"] == "contests":
-                log.write(
-                    "contest",
-                    index=index,
-                    **bare_row(log.common["op"], f"error: {kind_and_first_line(error)}", "(making it)"),
-                )
-            _must_answer(device)
-            return
-        if contest is None:
-            return
-        yield index, contest
-        del contest  # frees its memory before the next one is made
+
+    def of(op: str) -> Iterator[Contest]:
+        yield from import_module(f"kernels.{op}.cases").contests(device, toy, asked)
+
+    made, index = {op: of(op) for op in log.common["job"].split("+")}, -1
+    while made:
+        for op in list(made):
+            index += 1
+            log.write("begin", op=op, index=index)
+            try:
+                contest = next(made[op], None)
+            except Exception as error:  # a generator that raised gives no further contests
+                if log.common["phase"] == "contests":
+                    row = bare_row(op, f"error: {kind_and_first_line(error)}", "(making it)")
+                    log.write("contest", index=index, **row)
+                _must_answer(device)
+                contest = None
+            if contest is None:
+                del made[op]
+            elif asked.wants(name_of(_row(contest, ""))):
+                yield index, contest, "+".join(made)
+            del contest  # frees its memory before the next one is made
+
+
+def goals_here(contest: Contest, device: torch.device) -> Contest:
+    """The contest without its goal in microseconds on another GPU than the one for which it was set."""
+    if device.type != "cuda" or contest.goal_us is None or GOALS_OF in torch.cuda.get_device_name(device):
+        return contest
+    return replace(contest, goal_us=None)
 
 
 def bare_row(op: str, status: str, detail: str = "") -> Line:

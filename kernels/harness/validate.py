@@ -1,23 +1,28 @@
 """Check every kernel, then time it against its roofline.
 
 `python -m kernels.harness.validate --budget 540 --out DIR` needs torch and nothing else, and triton for the Triton
-kernels. It runs these phases in order: it describes the machine, measures its two ceilings (bandwidth and arithmetic),
-runs the checks of every op (outputs are poisoned first, and every kernel runs twice and must give equal bits), searches
-launch configurations (only with --tune), and times the contests. Each contest first compares the output of every
-contestant with the right result at that shape and in that configuration. Contestants with wrong outputs are not timed;
---time-red times them too, and the row then says that it is unsound. A red check elsewhere marks the rows of its op.
+kernels. It runs these phases in order: it describes the machine, measures its two ceilings (bandwidth and arithmetic;
+not with --checks-only), runs the checks of every op (not with --no-checks; outputs are poisoned first, and every kernel
+runs twice and must give equal bits), searches launch configurations (only with --tune), and times the contests. Each
+contest first compares the output of every contestant with the right result at that shape and in that configuration.
+Contestants with wrong outputs are not timed; --time-red times them too, and the row then says that it is unsound. A red
+check elsewhere marks the rows of its op.
 
-Each op runs in a process of its own. When a process crashes, the crash is recorded and a new process continues with
-the next case, so that one op cannot stop another. The remaining time is shared among the remaining ops, and a case
-that did not fit into the budget is a row that says so. The exit status is 1 if a check is red. A goal that was missed
-is marked in the table and does not change the status.
+The checks of all ops are dealt out to as many processes as there are cores, each of which imports torch once. The
+contests of an op run in a process of its own, and the remaining time is shared among the remaining ops; with
+--one-process all contests run in one process and the ops take turns, the first contests of all of them first, which
+saves the starts. When a process crashes or hangs, that is recorded and a new process continues with the next case, so
+that one op cannot stop another. A case that did not fit into the budget is a row that says so. $WORKBENCH_COMMIT names
+the commit where the checkout has no history. The exit status is 1 if a check is red. A goal that was missed is marked
+in the table and does not change the status.
 
 DIR receives rows.jsonl (one line per result, written when it is known), log.txt (the standard error of the processes),
 table.txt, <gpu>.json (with --tune; it is also written to kernels/tuned) and record.json:
 
     schema_version
-    run          started, duration_s, budget_s, command, device, ops, shapes, tokens, dtype, toy, tuned, checks_only,
-                 time_red, meaningful (false in Triton's interpreter and for toy sizes, where times are meaningless)
+    run          started, duration_s, phases_s {phase: seconds}, budget_s, command, device, ops, shapes, tokens, dtype,
+                 only, toy, tuned, checks_only, no_checks, time_red, meaningful (false in Triton's interpreter and for
+                 toy sizes, where times are meaningless)
     environment  python, torch, triton (null: none), cuda, system, cpu, cpu_capability, cores, threads, commit, dirty,
                  gpu: null or {name, capability, sms, l2_bytes, memory_bytes, shared_memory_bytes, driver}
     ceilings     null or {bandwidth [bytes/s of a copy], read (the same of reading alone; null: not measured apart),
@@ -34,7 +39,7 @@ table.txt, <gpu>.json (with --tune; it is also written to kernels/tuned) and rec
                  eager          on a GPU: {contestant: one call from Python, launches included; a single sample}
                  speedup        seconds[baseline] / seconds[ours]
                  strongest      the fastest contestant except ours
-                 goal, goal_us, goal_met    the goals: a speed-up, microseconds; null if there is no goal
+                 goal, goal_us, goal_met    the goals: a speed-up, microseconds; null if there is no goal (on this GPU)
                  least_bytes, flops, rate, least_seconds, bound ("bytes" or the rate),
                  roofline = least_seconds / seconds[ours]
                  tune_key, configuration    null: the heuristic's, or the one in kernels/tuned
@@ -72,6 +77,7 @@ PREPARING = 0.5  # largest share of the budget for checks and compilation; with 
 PREPARING_TUNED = 0.65
 LARGE = ("decoder",)  # its weights are too large for several processes at a time
 CLOSING = 3.0  # seconds kept for the table
+OF_LINES = ("kind", "phase", "shard", "job", "at")  # fields of a line that the record does not have
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -86,6 +92,8 @@ class Validation:
         self.options, self.started, self.began = options, datetime.now(UTC), time.monotonic()
         self.deadline = self.began + options.budget - CLOSING
         self.left: list[Job] = []
+        self.phases: dict[str, float] = {}
+        self.environment: Line | None = None
         options.out.mkdir(parents=True, exist_ok=True)
         self.lines = options.out / "rows.jsonl"
         for old in (self.lines, options.out / "log.txt"):
@@ -98,15 +106,26 @@ class Validation:
     def run(self) -> int:
         ops, options = list(self.options.ops), self.options
         print(f"{len(ops)} ops on {options.device}, {options.budget:.0f} s, into {options.out}", flush=True)
-        self.workers.run([Job("ceilings", "")], self.began + 0.25 * options.budget, alone=True)
+        if options.checks_only:  # nothing that needs them
+            self.environment = roofline.environment(torch.device(options.device))
+            print(_machine(self.environment), flush=True)
+        else:
+            self._do([Job("ceilings", "")], self.began + 0.25 * options.budget)
         ready = self.began + options.budget * (PREPARING_TUNED if options.tune else PREPARING)
-        self._do(self._shards("checks", ops), self.deadline if options.checks_only else ready)
+        if not options.no_checks:
+            self._do(self._shards("checks", ["+".join(ops)]), self.deadline if options.checks_only else ready)
         if not options.checks_only:
             if options.device == "cuda":
                 self._do(self._shards("warm", [op for op in self._sound(ops) if op not in LARGE]), ready)
-            self._do([Job("contests", op) for op in self._sound(ops)], self.deadline)
+            sound = self._sound(ops)
+            self._do(
+                [Job("contests", op) for op in (["+".join(sound)] if options.one_process else sound) if op],
+                self.deadline,
+            )
             # Jobs whose shares were too small continue with the time that the others did not need.
             self._do(self._taken("contests"), self.deadline)
+            self._do(self._taken("checks"), self.deadline)
+        elif options.device == "cuda":
             self._do(self._taken("checks"), self.deadline)
         record = self.save()
         text = table(record)
@@ -129,6 +148,7 @@ class Validation:
             "run": {
                 "started": self.started.isoformat(timespec="seconds"),
                 "duration_s": round(time.monotonic() - self.began, 1),
+                "phases_s": {phase: round(seconds, 1) for phase, seconds in self.phases.items()},
                 "budget_s": options.budget,
                 "command": " ".join(["python -m kernels.harness.validate", *sys.argv[1:]]),
                 "device": options.device,
@@ -136,16 +156,18 @@ class Validation:
                 "shapes": options.shapes,
                 "tokens": options.tokens,
                 "dtype": options.dtype,
+                "only": options.only,
                 "toy": options.toy,
                 "tuned": options.tune,
                 "checks_only": options.checks_only,
+                "no_checks": options.no_checks,
                 "time_red": options.time_red,
                 "meaningful": not (interpreting() or options.toy),
             },
-            "environment": machine.get("environment") or roofline.environment(torch.device("cpu")),
+            "environment": machine.get("environment") or self.environment or roofline.environment(torch.device("cpu")),
             "ceilings": machine.get("ceilings"),
             "checks": _latest(lines, "check", "impl"),
-            "unfinished": [{"op": job.op, "phase": job.phase, "next": job.start} for job in self.left],
+            "unfinished": [{"op": op, "phase": job.phase, "next": job.start} for job in self.left for op in job.ops],
             "rows": [
                 {**row, "red_checks": sum(line["op"] == row["op"] for line in red)}
                 for row in _latest(lines, "contest") + self._untimed(lines)
@@ -156,8 +178,11 @@ class Validation:
 
     def _do(self, jobs: list[Job], until: float) -> None:
         """Run the jobs; unfinished ones are added to `self.left`. Nothing else runs while contests are timed."""
-        self.left += self.workers.run(jobs, until, alone=any(job.phase == "contests" for job in jobs))
-        if any(job.phase == "warm" for job in jobs):
+        phase, began = jobs[0].phase if jobs else "", time.monotonic()
+        self.left += self.workers.run(jobs, until, alone=phase in ("ceilings", "contests"))
+        if jobs:
+            self.phases[phase] = self.phases.get(phase, 0.0) + time.monotonic() - began
+        if phase == "warm":
             self._taken("warm")  # not worth another try
 
     def _taken(self, phase: str) -> list[Job]:
@@ -172,9 +197,11 @@ class Validation:
 
     def _unsound(self, lines: list[Line]) -> dict[str, str]:
         """Op -> why it must not be timed."""
+        if self.options.no_checks:
+            return {}
         checked = [line for line in lines if line["kind"] == "check"]
         none = set(self.options.ops) - {line["op"] for line in checked}
-        none -= {job.op for job in self.left if job.phase == "checks"}
+        none -= {op for job in self.left if job.phase == "checks" for op in job.ops}
         unmade = {line["op"] for line in checked if line["index"] < 0}
         why = (
             (none, "not timed: no checks"),
@@ -188,12 +215,12 @@ class Validation:
         return [{**trial.bare_row(op, unsound[op]), "index": -1} for op in self.options.ops if op in unsound]
 
     def _shards(self, phase: str, ops: list[str]) -> list[Job]:
-        count = 1 if self.workers.count == 1 else min(8, max(3, self.workers.count // max(1, len(ops))))
+        count = 1 if self.workers.count == 1 else max(3, self.workers.count // max(1, len(ops)))
         return [Job(phase, op, f"{i}/{count}") for op in ops for i in range(count)]
 
 
 def _fields(line: Line, *without: str) -> Line:
-    return {name: value for name, value in line.items() if name not in ("kind", "phase", "shard", *without)}
+    return {name: value for name, value in line.items() if name not in (*OF_LINES, *without)}
 
 
 def _latest(lines: list[Line], kind: str, *by: str) -> list[Line]:
@@ -269,7 +296,8 @@ def _asked(options: argparse.Namespace) -> cases.Asked:
     tokens = [int(number) for number in options.tokens.split(",") if number]
     if any(len(shape) != 2 or min(shape) < 1 for shape in shapes) or any(number < 1 for number in tokens):
         raise ValueError
-    return cases.Asked(tuple(shapes), tuple(tokens), getattr(torch, options.dtype))
+    only = tuple(tuple(words.split()) for words in options.only.split(",") if words.strip())
+    return cases.Asked(tuple(shapes), tuple(tokens), getattr(torch, options.dtype), only)
 
 
 def _command(options: argparse.Namespace) -> list[str]:
@@ -286,7 +314,7 @@ def _command(options: argparse.Namespace) -> list[str]:
         "--tokens",
         options.tokens,
     ]
-    flags += ["--dtype", options.dtype]
+    flags += ["--dtype", options.dtype, "--only", options.only]
     return [sys.executable, "-m", "kernels.harness.validate", *flags]
 
 
@@ -309,12 +337,19 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="dtype of the activations"
     )
+    parser.add_argument(
+        "--only",
+        default="",
+        help='contests whose names have these words, as "int_matmul W4 M=1"; several of them separated by commas',
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tune", action="store_true", help="find this GPU's fastest launch configurations first")
     parser.add_argument("--toy", action="store_true", help="use tiny shapes, only to see that everything runs")
     parser.add_argument("--decode", action="store_true", help="only the whole decoder; the same as --ops decoder")
     parser.add_argument("--time-red", action="store_true", help="also time kernels that failed a check, as unsound")
     parser.add_argument("--checks-only", action="store_true", help="time nothing")
+    parser.add_argument("--no-checks", action="store_true", help="time at once; contests compare their own outputs")
+    parser.add_argument("--one-process", action="store_true", help="time all ops in one process, where they take turns")
     hidden = {
         "only-op": "",
         "phase": "",
@@ -340,6 +375,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(
             f"`--shapes` (={options.shapes}) and `--tokens` (={options.tokens}) must look like 4096x4096,64x64 and 1,16"
         )
+    if options.no_checks and options.checks_only:
+        parser.error("`--no-checks` and `--checks-only` together leave nothing to do")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("`--device` (=cuda) needs a GPU that torch can see; cpu would do")
     if options.budget < 5:

@@ -6,11 +6,18 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.capability import too_old
 from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected
 from kernels.interpreter import triton_takes
 from kernels.kv_decode import KV, kv_decode, quantize_kv, quantize_kv_float8
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}  # of torch's attention on GPUs, each a rival of its own
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,16 @@ CASES = (
 
 def checks(device: torch.device) -> list[Check]:
     return [_check(case, device) for case in CASES]
+
+
+def _pinned(backend: SDPBackend, q: Tensor, whole: list[KV]) -> Callable[[int], object]:
+    """SDPA of 16-bit caches by this backend alone."""
+
+    def call(i: int) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, *whole[i][:2])
+
+    return call
 
 
 def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
@@ -308,6 +325,10 @@ def _contest(
     rivals = () if small is whole else (dense,)  # a smaller cache is compared with the fastest run over the whole cache
     if device.type == "cpu" and ours == "cpu":
         contestants["sdpa, enable_gqa"] = lambda i: F.scaled_dot_product_attention(q, *whole[i][:2], enable_gqa=True)
+    if device.type == "cuda":
+        pinned = {f"sdpa {name}": _pinned(backend, folded, whole) for name, backend in BACKENDS.items()}
+        contestants |= pinned
+        rivals += tuple(pinned)
     read = int(lengths.sum()) / (B * H_kv * held)
     tune_key, candidates = None, []
     if ours == "triton":

@@ -20,7 +20,7 @@ from kernels.hadamard.codes import hadamard_codes
 from kernels.harness import aot
 from kernels.harness.aot import committed, compiler, figures, has_triton, mnemonics_of, regressions, shipped
 from kernels.harness.cases import OPS
-from kernels.harness.hazards import rewritten_in_flight
+from kernels.harness.hazards import mixed_rows, rewritten_in_flight
 from kernels.interpreter import PATCHES, installed, interpreting
 from kernels.w4a8_matmul.codes import even_first
 from kernels.w4a8_matmul.reference import rounded
@@ -136,7 +136,7 @@ def test_committed_figures_are_of_what_ships():
     assert set(committed()) == {"3.6.0", "3.7.1"}
     for version, kernels in committed().items():
         assert set(kernels) == set(shipped()), f"run python -m kernels.harness.aot --write --triton {version}"
-        assert not [name for name, figures in kernels.items() if "in_flight" in figures]
+        assert not [name for name, figures in kernels.items() if {"in_flight", "mixed"} & set(figures)]
 
 
 @outside
@@ -193,6 +193,28 @@ def test_registers_rewritten_in_flight_are_found():
     shared = LOOP.replace("{{%r1,%r2,%r3,%r4}}", "%rd2").format(wait="", pending=1)
     assert rewritten_in_flight(shared) == [], "a left operand in shared memory has no registers"
     assert rewritten_in_flight(LOOP.format(wait="", pending=1).replace("@%p2 bra", "// bra")) == [], "no other round"
+
+
+LAYOUTS = """
+#blocked = #ttg.blocked<{{sizePerThread = [1, 8], threadsPerWarp = [32, 1], warpsPerCTA = [4, 1], order = [1, 0]}}>
+#linear = #ttg.linear<{{register = [[0, 16], [32, 0]], lane = {lane}, warp = [[4, 0], [8, 0]], block = []}}>
+    %16 = "tt.reduce"(%15) <{{axis = {axis} : i32}}> ({{
+    ^bb0(%arg11: i32, %arg12: i32):
+      tt.reduce.return %38 : i32
+    }}) : (tensor<64x64xi32, {layout}>) -> tensor<64xi32, #ttg.slice<{{dim = 1, parent = #linear}}>>
+"""
+
+
+def test_reductions_that_mix_rows_are_found():
+    """An H100 mixed the second layout's rows: lane bit 1 is a row, and bits 0, 2, 3 and 4 are columns."""
+    neighbours, apart = "[[1, 0], [0, 1], [0, 2], [0, 4], [0, 8]]", "[[0, 32], [1, 0], [0, 1], [0, 2], [0, 4]]"
+    assert mixed_rows(LAYOUTS.format(lane=neighbours, axis=1, layout="#linear")) == []
+    assert mixed_rows(LAYOUTS.format(lane=apart, axis=1, layout="#linear")) == ["axis 1 of #linear: lanes 0, 2, 3, 4"]
+    assert mixed_rows(LAYOUTS.format(lane=apart, axis=0, layout="#linear")) == [], "the rows are in one lane bit"
+    assert mixed_rows(LAYOUTS.format(lane=apart, axis=1, layout="#blocked")) == []
+    deep = "[[0, 0, 1], [0, 1, 0], [0, 0, 2], [1, 0, 0], [0, 2, 0]]"
+    inside = "#ttg.slice<{dim = 0, parent = #linear}>"
+    assert mixed_rows(LAYOUTS.format(lane=deep, axis=1, layout=inside)) == ["axis 1 of #linear: lanes 0, 2"]
 
 
 def test_mnemonics_are_read_off_a_listing():

@@ -1,6 +1,8 @@
 """The judge judged: red checks stop timing, crashes are survived, budgets are kept, and the record has its shape."""
 
 import json
+import math
+import os
 import re
 import subprocess
 import sys
@@ -216,6 +218,15 @@ def test_what_is_wrong_at_the_timed_shape_is_not_timed_or_marked(ops, tmp_path, 
         assert wrong["seconds"] == {} and "UNSOUND" not in text
 
 
+def test_libraries_that_add_in_no_order_may_differ_within_the_tolerance():
+    runs = iter([X * 2, X * 2 + 1e-6, X * 2, X * 2 + 1e-3, X * 2, X * 2 + 1e-6])
+    loose = replace(check("fake", run=lambda impl: next(runs)), repeats=False)
+    assert 0 < loose.error("cpu") <= loose.tolerance < loose.error("cpu"), "the second run counts too"
+    assert loose.allowed("cpu") == 1e-5
+    assert math.isnan(replace(loose, repeats=True).error("cpu")), "others must give the same bits"
+    assert replace(loose, tolerances={"triton": 1e-2}).allowed("triton") == 1e-2
+
+
 def test_sums_in_place_begin_at_zero():
     total = torch.full((4,), 7.0)
     summing = contest("a", contestants={"ours": lambda i: total.add_(X)}, expected={"ours": lambda found: X.double()})
@@ -250,6 +261,34 @@ def test_checks_only_times_nothing(ops, tmp_path):
     ops(a=op("a", [check], [contest]))
     code, record = run(tmp_path, "--checks-only")
     assert code == 0 and len(record["checks"]) == 2 and record["rows"] == []
+
+
+def test_ops_take_turns_in_one_process_and_some_contests_are_asked_for(ops, tmp_path, monkeypatch):
+    made = [lambda n, i=i: contest(n, str(i)) for i in range(2)]
+    ops(
+        a=op("a", [raises("no checks")], made),
+        b=op("b", [check], [*made, raises("cannot be made")]),
+        c=op("c", [], made),
+    )
+    monkeypatch.setenv("WORKBENCH_COMMIT", "abc")
+    code, record = run(tmp_path, "--no-checks", "--one-process", "--only", "a 4x4 M=1,b 1, M=16")
+    assert code == 0 and record["checks"] == [] and "no checks were run" in table(record)
+    lines = [x for x in trial.read(tmp_path / "rows.jsonl") if x["kind"] == "contest"]
+    assert [(x["op"], x["detail"]) for x in lines] == [("a", "0"), ("a", "1"), ("b", "1"), ("b", "(making it)")]
+    assert [row["status"] for row in record["rows"]] == ["timed"] * 3 + ["error: RuntimeError: cannot be made"]
+    assert record["environment"]["commit"] == "abc" and set(record["run"]["phases_s"]) == {"ceilings", "contests"}
+    monkeypatch.setattr(trial.Log, "left", lambda self: 0)
+    _, record = run(tmp_path, "--no-checks", "--one-process")
+    assert {(rest["op"], rest["phase"]) for rest in record["unfinished"]} == {(n, "contests") for n in "abc"}
+
+
+def test_goals_in_microseconds_are_those_of_one_gpu(monkeypatch):
+    goal, here = contest("a", goal=1.5, goal_us=8.0), "NVIDIA H100 80GB HBM3"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: here)
+    kept = trial.goals_here(goal, torch.device("cuda"))
+    assert (kept.goal, kept.goal_us) == (1.5, None)
+    here = "NVIDIA H200"
+    assert trial.goals_here(goal, torch.device("cuda")) is goal is trial.goals_here(goal, CPU)
 
 
 def test_what_the_budget_leaves_out_is_told_and_taken_up_again(monkeypatch, log):
@@ -422,6 +461,14 @@ def test_a_check_that_hangs_is_tried_again_and_then_red(workers):
     assert (red["name"], red["impl"], red["green"], red["message"]) == ("c", "triton", False, "over its time")
 
 
+def test_a_process_of_several_ops_that_hangs_is_ended_soon(workers, monkeypatch):
+    monkeypatch.setattr(jobs, "SILENT", 3.0)
+    workers, lines = workers("time.sleep(60)")
+    assert workers.run([jobs.Job("checks", "a+b")], time.monotonic() + 50) == []
+    (red,) = [x for x in trial.read(lines) if x["kind"] == "check"]
+    assert (red["green"], red["message"]) == (False, "silent for 3 s"), "and the next item went on at once"
+
+
 def test_a_check_that_kills_its_process_is_red(workers):
     workers, lines = workers("os.kill(os.getpid(), 11)")
     assert workers.run([jobs.Job("checks", op) for op in "ab"], time.monotonic() + 20) == []
@@ -589,6 +636,23 @@ def test_crashes_between_contests_that_went_well_are_not_counted_together(worker
     status = {x["index"]: x["status"] for x in trial.read(lines) if x["kind"] == "contest"}
     assert [status[n] for n in (0, 2, 12)] == ["timed"] * 3
     assert sum(s == "crashed: signal SIGSEGV" for s in status.values()) == 6 > jobs.RESTARTS
+
+
+@pytest.mark.slow
+def test_a_quarter_of_an_hour_without_a_gpu(tmp_path):
+    """Both commands on toy sizes; where the machine is busy, little is done in the time, and the files come all the same."""
+    script = ROOT / "kernels" / "harness" / "quarter_hour.sh"
+    environment = {
+        **os.environ, "TRITON_INTERPRET": "1", "OUT": str(tmp_path), "CHECKED": "csr_matmul", "OPS": "csr_matmul,hadamard",
+        "CHECKS_S": "90", "MODEL_S": "0", "CONTESTS_S": "90", "SECOND_S": "60", "PYTHON": sys.executable, "RED": "",
+        "TRITON_CACHE_DIR": str(tmp_path / "none"),
+    }  # fmt: skip
+    for which in ("first", "second"):
+        subprocess.run(["sh", str(script), which, "--device", "cpu", "--toy"], env=environment, capture_output=True)
+        log = (tmp_path / "log.txt").read_text()
+        assert {"log.txt", "rows.jsonl", "record.json", "table.txt"} <= {file.name for file in tmp_path.iterdir()}
+    assert "== checks ended with 0" in log and "== contests ended with 0" in log and "== tune ended with 0" in log
+    assert len(list(tmp_path.iterdir())) <= 8
 
 
 def test_a_machine_with_only_torch_will_do():

@@ -1,0 +1,115 @@
+#!/bin/sh
+# Fifteen minutes on a GPU, in two commands:
+#
+#   kernels/harness/quarter_hour.sh first     nine and a half minutes: checks, whole models, the contests that matter most
+#   kernels/harness/quarter_hour.sh second    three minutes: compute-sanitizer on the ops that are red, or, if none is,
+#                                             a search for launch configurations of three hot shapes
+#
+# Further flags go to every program: `first --device cpu --toy` under TRITON_INTERPRET=1 tries the same without a GPU.
+# Nothing needs a network. Every part has a limit, and its results are collected every few seconds into at most eight
+# files of $OUT (runs/quarter_hour/out), also when the time is up.
+#
+#   OPS         ops to time, by value           CHECKED     ops to check (all of them)
+#   CHECKS_S, MODEL_S, CONTESTS_S, SECOND_S     seconds of the parts; 0 leaves a part out
+#   RED         second: ops for compute-sanitizer; by default those that were red in the first command
+#   WORKBENCH_COMMIT    the commit, where the checkout was copied without its history
+set -u
+cd "$(dirname "$0")/../.."
+WHICH=${1:-}
+[ $# -gt 0 ] && shift
+WORK=runs/quarter_hour
+OUT=${OUT:-$WORK/out}
+CACHE=${TRITON_CACHE_DIR:-$HOME/.triton/cache}
+HOT="int_matmul W4 14336x4096 M=1,int_matmul W4 14336x4096 M=16,int_matmul W4 14336x4096 M=64"
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+export PYTHONPATH="$PWD/.rivals:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+mkdir -p "$OUT" "$WORK"
+case $WHICH in
+first) rm -rf "$WORK/parts" ;;
+second) ;;
+*) echo "say first or second, not '$WHICH'" >&2; exit 2 ;;
+esac
+mkdir -p "$WORK/parts"
+LOG=$WORK/parts/$WHICH.log
+# The cache of compiled kernels that an earlier machine sent back, if it was carried here.
+[ -f triton-cache.tar.gz ] && mkdir -p "$CACHE" && tar -xzf triton-cache.tar.gz -C "$CACHE" 2>>"$LOG"
+
+collect() {  # the results so far, as a few files
+    cat "$WORK"/parts/*.log >"$OUT/log.txt" 2>/dev/null
+    for name in rows.jsonl table.txt record.json; do
+        for file in "$WORK"/parts/*/"$name"; do
+            [ -f "$file" ] || continue
+            [ $name = table.txt ] && echo "== ${file#"$WORK/parts/"}"
+            cat "$file"
+            [ $name = record.json ] && echo
+        done >"$OUT/$name.part"
+        mv "$OUT/$name.part" "$OUT/$name"
+    done
+    [ -f "$WORK/parts/model.jsonl" ] && cp "$WORK/parts/model.jsonl" "$OUT/model.jsonl"
+    [ -d kernels/tuned ] && cat kernels/tuned/*.json >"$OUT/tuned.json" 2>/dev/null
+    return 0
+}
+
+finish() {
+    trap - EXIT TERM INT
+    [ -n "${COLLECTOR:-}" ] && kill "$COLLECTOR" 2>/dev/null
+    collect
+    if [ -d "$CACHE" ]; then  # machine code and its descriptions alone; 16 MiB is what comes back
+        (cd "$CACHE" && find . -name '*.cubin' -o -name '*.json' -o -name '*.so' | tar -czf - -T -) >"$OUT/triton-cache.tar.gz" 2>/dev/null
+        [ "$(wc -c <"$OUT/triton-cache.tar.gz")" -le 16000000 ] || rm -f "$OUT/triton-cache.tar.gz"
+    fi
+    exit "$1"
+}
+trap 'finish 143' TERM INT
+trap 'finish $?' EXIT
+(while sleep 5; do collect; done) >/dev/null 2>&1 &
+COLLECTOR=$!
+BEGAN=$(date +%s)
+STATUS=0
+
+part() {  # part NAME SECONDS COMMAND...: under its limit, with its own log; what goes wrong stops nothing
+    name=$1 seconds=$2
+    shift 2
+    [ "$seconds" -gt 0 ] || return 0
+    echo "== $name, at $(($(date +%s) - BEGAN)) s of the $WHICH command: at most $seconds s" >>"$LOG"
+    timeout -k 5 "$seconds" "$@" >>"$LOG" 2>&1
+    code=$?
+    echo "== $name ended with $code at $(($(date +%s) - BEGAN)) s" | tee -a "$LOG"
+    [ $code = 0 ] || STATUS=1
+    return 0
+}
+
+checks() {  # checks NAME SECONDS FLAGS...: `validate` closes by itself a few seconds before its limit
+    name=$1 seconds=$2
+    shift 2
+    part "$name" "$seconds" $PREFIX "$PYTHON" -m kernels.harness.validate --budget $((seconds > 20 ? seconds - 10 : seconds)) \
+        --out "$WORK/parts/$name" "$@"
+}
+PREFIX=
+
+first() {
+    if command -v nvidia-smi >/dev/null; then part clocks 10 nvidia-smi -q -d CLOCK,POWER,PERFORMANCE; fi
+    checks checks "${CHECKS_S:-95}" --checks-only ${CHECKED:+--ops "$CHECKED"} "$@"
+    if [ -f kernels/harness/model.py ]; then
+        part model "${MODEL_S:-205}" "$PYTHON" -m kernels.harness.model --out "$WORK/parts/model.jsonl" \
+            --budget $((${MODEL_S:-205} > 20 ? ${MODEL_S:-205} - 15 : 5)) "$@"
+    fi
+    checks contests "${CONTESTS_S:-255}" --no-checks --one-process \
+        --ops "${OPS:-int_matmul,kv_decode,w8a8_matmul,w4a8_matmul,lut_matmul}" "$@"
+}
+
+second() {
+    RED=${RED-$(sed -n 's/^RED  \([a-z0-9_]*\):.*/\1/p' "$WORK"/parts/first.log 2>/dev/null | sort -u | paste -sd, -)}
+    if [ -n "$RED" ]; then
+        sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+        for tool in memcheck racecheck; do
+            PREFIX="$sanitizer --tool $tool --target-processes all --error-exitcode 9"
+            checks "$tool" $((${SECOND_S:-170} / 2)) --checks-only --ops "$RED" "$@"
+        done
+    else
+        checks tune "${SECOND_S:-170}" --no-checks --one-process --tune --ops int_matmul --only "$HOT" "$@"
+    fi
+}
+
+"$WHICH" "$@"
+exit $STATUS
