@@ -99,9 +99,11 @@ def test_kernels_package_is_a_docstring():
     assert len(body) == 1 and isinstance(body[0].value, ast.Constant)
 
 
-def test_importing_changes_nothing_and_transformers_does_not_mind_kernels():
-    """One process for both: importing torch and transformers takes seconds."""
+def test_importing_changes_nothing_and_needs_no_package_for_one_purpose():
+    """Transformers does not mind our `kernels`, and a machine without these packages compresses all the same. One
+    process for all: importing torch and transformers takes seconds."""
     code = (
+        "import sys; sys.modules |= dict.fromkeys(['greenlet', 'gguf', 'datasets', 'lm_eval'])  # as if not installed\n"
         "import kernels; assert not hasattr(kernels, '__version__') and 'kernels/__init__' in kernels.__file__\n"
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
         "LlamaConfig()\n"
@@ -110,6 +112,16 @@ def test_importing_changes_nothing_and_transformers_does_not_mind_kernels():
         "import compress, eval.evaluate, reports.page.render, notebooks.study.run, kernels.harness.bench\n"
         "assert a == (torch.get_default_dtype(), torch.initial_seed(), torch.get_num_threads(), "
         "torch.is_grad_enabled())\n"
+        "from compress import METHODS, apply, load_model, save_compressed\n"
+        "from tests.architectures import tiny_model\n"
+        "batches = [torch.randint(96, (1, 16)) for _ in range(2)]\n"
+        "result = apply([METHODS['gptq'](bits=4, group_size=16, sequential=False)], tiny_model('llama'), batches)\n"
+        "result.model.generate(batches[0], max_new_tokens=2)\n"
+        "for call in (lambda: apply([METHODS['gptq'](bits=4, group_size=16)], tiny_model('llama'), batches),\n"
+        "        lambda: load_model('smollm2-135m'), lambda: save_compressed(result, 'out', save_format='gguf')):\n"
+        "    try: call()\n"
+        "    except (ValueError, ModuleNotFoundError) as error: assert 'pip install' in str(error), error\n"
+        "    else: assert False, 'a package that it needs is not there'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

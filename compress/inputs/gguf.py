@@ -2,6 +2,7 @@
 grid, and kept in the user's cache folder."""
 
 import hashlib
+import importlib.util
 import os
 import warnings
 from importlib.metadata import version
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from gguf import GGUFReader
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,7 +26,12 @@ SEED = 0  # seed of the shuffle; part of the cache key
 
 
 def converted(path: Path) -> Path:
-    """Folder with the model of a GGUF file as safetensors and its tokenizer; made at first use, atomically."""
+    """Folder with the model of a GGUF file as safetensors and its tokenizer; made at first use, atomically.
+
+    Raises:
+        ValueError: the file is damaged, or the package `gguf` is not installed.
+    """
+    check_installed()
     folder = converted_folder(path)
     if not folder.exists():
         work = WorkFolder(folder.parent)  # removed with `work`, and after a kill by the next one
@@ -53,12 +58,21 @@ def converted_folder(path: Path) -> Path:
     return cache_folder() / f"{path.stem}-{key}"
 
 
+def check_installed() -> None:
+    """Raise ValueError if the package that reads GGUF files is not installed: all other models do without it."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError("GGUF files are read by the package `gguf`, which is not installed: `pip install gguf` does")
+
+
 def check_header(path: Path) -> None:
     """Compare the sizes in a GGUF file's header with the size of the file, before a model is built from them.
 
     Raises:
         ValueError: the header is damaged, or names more blocks than tensors, or a size beyond the bits of the file.
     """
+    check_installed()
+    from gguf import GGUFReader
+
     with reading(path):
         header = GGUFReader(path)
         architecture = header.fields["general.architecture"].contents()

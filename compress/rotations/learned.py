@@ -32,6 +32,11 @@ class Rotations:
     stream: Rotation | None
     heads: dict[str, Rotation] = field(default_factory=dict)
 
+    def to(self, device: torch.device) -> None:
+        """Put all of them on this device."""
+        for rotation in filter(None, (self.stream, *self.heads.values())):
+            rotation.to(device)
+
 
 class _Trained(nn.Module):
     """Q = Q₀ (I + A)⁻¹ (I - A) with A = S - Sᵀ: Cayley's map of a free matrix S to a rotation near Q₀."""
@@ -160,7 +165,7 @@ def _unit_rounded(stream: _Trained, rounding: Rounding, gain: Tensor, bias: Tens
 
 def _matrix(rotation: Rotation) -> Tensor:
     """Q [n, n]."""
-    return rotation(torch.eye(head_width(rotation)))
+    return rotation(torch.eye(head_width(rotation), device=next(rotation.buffers()).device))
 
 
 def _nearest(Q: Tensor) -> Tensor:

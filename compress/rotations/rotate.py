@@ -20,7 +20,7 @@ from compress.transforms import Rotation
 from compress.transforms.rotation import random_hadamard, random_orthogonal
 from compress.transforms.stream import rotate_stream, stream_of
 from compress.walk.blocks import find_blocks, shared_linears, targets
-from compress.walk.capture import Call, block_calls, on_device, run_block
+from compress.walk.capture import Call, block_calls, device_of, on_device, run_block
 from compress.walk.experts import split_experts
 from compress.walk.folds.checks import difference, logits_of, show_largest, tolerance
 from compress.walk.folds.links import Link, find_links, made_up_batch
@@ -140,17 +140,18 @@ class Rotate(Method):
         calls = block_calls(model, blocks, [shown])
         plan = self._plan(model, block_calls(model, blocks, [shown[:, :TRIED]])[0], device)
         if self.steps:
-            online = {name: self._online(model, name) for name in plan.left}
+            online = {name: self._online(model, name).to(device_of(model)) for name in plan.left}
             plan.rotations = learn(
                 model, batches, plan.rotations, plan.readers, plan.heads, online, bits=self.learn_bits,
                 steps=self.steps, store=store,
             )  # fmt: skip
+            plan.rotations.to(device)
         records: list[FoldRecord] = []
         for index in progress_bar(range(len(blocks)), desc=self.name, unit="block"):
             with on_device(blocks[index], device):
                 records += self._block(model, plan, index, calls[0], device)
         if plan.rotations.stream is not None:
-            rotate_stream(model, blocks, plan.rotations.stream)
+            rotate_stream(model, blocks, plan.rotations.stream.to(device_of(model)))
         moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])
         if not moved <= most:
             raise RuntimeError(
@@ -173,7 +174,7 @@ class Rotate(Method):
                 inside = [_inside(link, f"{prefix}.{index}.") for link in links[index] if link.kind == "norm"]
                 with on_device(block, device):
                     uses.append(stream_use(block, inside, _short(call), index, device))
-            rotation = self._of_stream(blocks, uses, call.hidden.shape[-1])
+            rotation = self._of_stream(blocks, uses, call.hidden.shape[-1]).to(device)
             plan.problem = _stream_problem(blocks, uses, rotation, call, device)
             if not plan.problem:
                 plan.rotations.stream, plan.uses = rotation, uses
@@ -183,7 +184,7 @@ class Rotate(Method):
             for link in block:
                 width = _value_width(model, link.producer) if link.kind == "linear" else 0
                 if width and heads_of(link, width):
-                    rotation = random_hadamard(width, self.seed + 1 + index)
+                    rotation = random_hadamard(width, self.seed + 1 + index).to(device)
                     inside = _inside(link, f"{prefix}.{index}.")
                     with on_device(blocks[index], device):
                         if _heads_turn(blocks[index], inside, rotation, _short(call), index, device):
@@ -219,8 +220,8 @@ class Rotate(Method):
             if link.producer.startswith(own):
                 fold_heads(block, _inside(link, own), plan.rotations.heads[link.producer])
         for name in (name for name in plan.left if name.startswith(own)):
-            _rotate_online(model, name, self._online(model, name))
-        entering = call if rotation is None else Call(rotation(call.hidden), call.arguments)
+            _rotate_online(model, name, self._online(model, name).to(device))
+        entering = call if rotation is None else Call(rotation(call.hidden.to(device)), call.arguments)
         now, after = ranges_of(model, block, turned, entering, index, device)
         moved = difference(now if rotation is None else rotation.back(now), y)
         if not moved <= 5 * tolerance(block):
@@ -272,7 +273,7 @@ def _stream_problem(
             trial = trial_of(blocks[index])
             if problem := fold_stream(trial, use, rotation):
                 return f"block {index}: {problem}"
-            turned = Call(rotation(short.hidden), short.arguments)
+            turned = Call(rotation(short.hidden.to(device)), short.arguments)
             moved = difference(rotation.back(run_block(trial, turned, index, device)), y)
         if not moved <= tolerance(blocks[index]):
             return f"the output of block {index} would change by {moved:.1e}, because not only linears read it"

@@ -9,9 +9,9 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
-from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
 from compress.linear import CompressedLinear, met_by, replace, shape_of
@@ -20,6 +20,7 @@ from compress.walk.finite import check_activations
 from compress.walk.statistics import Collector, LayerStatistics
 
 HELD_BYTES = 1 << 29  # of the last group's input, over all micro-batches, that may be held while it is solved
+Pass = Any  # a greenlet; its package is imported when a walk begins, as other uses of a model do not need it
 Solve = Callable[[list[tuple[str, LayerStatistics]]], dict[str, CompressedLinear]]
 
 
@@ -53,19 +54,23 @@ class Lockstep:
                 the last group, as nothing follows this block.
             beside: the same micro-batches in the stream of the uncompressed model, which pass through the original
                 linears.
+
+        Raises:
+            ModuleNotFoundError: the package `greenlet` is not installed.
         """
+        self.greenlet, self.getcurrent = _greenlets()
         self.model, self.block, self.index, self.linears, self.groups = model, block, index, linears, groups
         self.calls, self.needs, self.device, self.to_the_end, self.beside = calls, needs, device, to_the_end, beside
         self.gates = {name: _Gate(linear, name, self.pass_through) for name, linear in linears.items()}
         self.number = {name: i for i, group in enumerate(groups) for name in group}
         self.collectors: dict[int, Collector] = {}
         # For each group: per pass, the input that its linears share, and the linears that are not reached yet.
-        self.inputs: list[dict[greenlet, tuple[Tensor, set[str]]]] = [{} for _ in groups]
-        self.waiting: dict[int, list[greenlet]] = defaultdict(list)  # by the group at which they wait
-        self.passes: dict[greenlet, Call] = {}
+        self.inputs: list[dict[Pass, tuple[Tensor, set[str]]]] = [{} for _ in groups]
+        self.waiting: dict[int, list[Pass]] = defaultdict(list)  # by the group at which they wait
+        self.passes: dict[Pass, Call] = {}
         self.stopped: list[Call] = []
         self.solved, self.finished = 0, False  # number of solved groups; whether all are solved
-        self.originals: dict[greenlet, set[int]] = {}  # passes through the original linears: groups they have reached
+        self.originals: dict[Pass, set[int]] = {}  # passes through the original linears: groups they have reached
         self.read: dict[tuple[int, int], Tensor] = {}  # by group and micro-batch, the input of the original linears
 
     def run(self, solve: Solve) -> None:
@@ -105,7 +110,7 @@ class Lockstep:
 
     def start(self, call: Call, *, as_it_was: bool) -> None:
         """Begin the pass of a micro-batch, and run it to the first gate."""
-        one = greenlet(self.run_pass)
+        one = self.greenlet(self.run_pass)
         self.passes[one] = call
         if as_it_was:
             self.originals[one] = set()
@@ -120,7 +125,7 @@ class Lockstep:
             traceback.clear_frames(stop.__traceback__)  # else its tensors stay until garbage is collected
             self.stopped.append(call)
 
-    def go_on(self, one: greenlet, *arguments: Call) -> None:
+    def go_on(self, one: Pass, *arguments: Call) -> None:
         """Run a pass to its next gate or its end."""
         at = one.switch(*arguments)
         if not one.dead:
@@ -128,7 +133,7 @@ class Lockstep:
 
     def pass_through(self, gate: "_Gate", x: Tensor) -> Tensor:
         """The output of a linear for its input x [..., in], as soon as the linear is solved."""
-        if getcurrent() in self.originals:
+        if self.getcurrent() in self.originals:
             self.arrive_beside(gate.name, x)
             return gate.original(x)
         self.arrive(gate.name, x)
@@ -136,7 +141,7 @@ class Lockstep:
 
     def arrive(self, name: str, x: Tensor) -> None:
         """Count the input of a linear that is not solved yet, and wait until it is."""
-        i, me = self.number[name], getcurrent()
+        i, me = self.number[name], self.getcurrent()
         if self.finished:
             return
         if me in self.inputs[i]:  # its group was solved while this pass waited at the group's first linear
@@ -162,7 +167,7 @@ class Lockstep:
     def arrive_beside(self, name: str, x: Tensor) -> None:
         """Keep the input of an original linear for the other pass of the micro-batch, and wait until that pass has read
         it."""
-        i, me = self.number[name], getcurrent()
+        i, me = self.number[name], self.getcurrent()
         if self.finished or i < self.solved or i in self.originals[me]:
             return
         self.originals[me].add(i)
@@ -170,12 +175,24 @@ class Lockstep:
             self.read[i, self.passes[me].place.number] = met_by(self.linears[name], x)
         self.wait(me, i, x)
 
-    def wait(self, me: greenlet, i: int, x: Tensor) -> None:
+    def wait(self, me: Pass, i: int, x: Tensor) -> None:
         """Leave the pass until group i is solved, or end it if holding its input x would take too much memory."""
         last = i == len(self.groups) - 1
         if last and (not self.to_the_end or x.nbytes * len(self.calls) > HELD_BYTES):
             raise Stop
         me.parent.switch(i)
+
+
+def _greenlets() -> tuple[Callable[..., Pass], Callable[[], Pass]]:
+    """What makes a greenlet, and what tells which one runs."""
+    try:
+        from greenlet import getcurrent, greenlet
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "solving the linears of a block in sequence needs the package `greenlet`: `pip install greenlet` brings "
+            "it, and `sequential` (=False) does without it"
+        ) from error
+    return greenlet, getcurrent
 
 
 class _Gate(nn.Module):

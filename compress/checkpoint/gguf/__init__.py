@@ -19,6 +19,6 @@ products support them, and its own quantiser makes such scales for Q4_0 and Q5_0
 types in which their zeros stay zeros.
 """
 
-from compress.checkpoint.gguf.save import GGUF
+from compress.checkpoint.gguf.save_format import GGUF
 
 __all__ = ["GGUF"]

@@ -3,12 +3,11 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import gguf
 import torch
@@ -29,7 +28,7 @@ from compress.checkpoint.gguf.types import (
     of_floats,
     rounding,
 )
-from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
+from compress.checkpoint.save_format import Checkpoint, Verification
 from compress.checkpoint.tied import true_config
 from compress.checkpoint.verify import prompts
 from compress.embedding import compressed_embeddings
@@ -42,20 +41,6 @@ FLOATS = (GGML.F32, GGML.F16, GGML.BF16)
 # positions by more than their deviation; at a few positions, such as the first tokens, rounding alone does so.
 TOLERANCE = {torch.float32: 0.05, torch.float16: 0.1, torch.bfloat16: 0.3}
 TEXTS = ("The capital of France is Paris.", "def f(x):\n    return x  # 3 + 4", "Grüße, 世界! It's 12:30.")
-SNIPPET = """With llama.cpp (`llama-cli`, `llama-server`, or `pip install llama-cpp-python`):
-
-```sh
-llama-cli -m PATH/*.gguf -p "The capital of France is" -n 32
-```
-
-With transformers, which dequantises the weights:
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-where = {"pretrained_model_name_or_path": "PATH", "gguf_file": "NAME.gguf"}  # the file in this folder
-model, tokenizer = AutoModelForCausalLM.from_pretrained(**where), AutoTokenizer.from_pretrained(**where)
-```
-"""
 GENERAL = tuple(f"general.{key}" for key in ("basename", "organization", "size_label", "license", "languages", "tags"))
 
 
@@ -81,55 +66,42 @@ class _Tally:
                 self.as_floats.append(entry.source.removesuffix(".weight"))
 
 
-class GGUF(SaveFormat):
-    """Holds decoders of the architectures in `models.py`; weights whose codes fit no type are written as floats."""
+def write(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write the file into a folder."""
+    model, config = checkpoint.model, checkpoint.model.config
+    arch = gguf.MODEL_ARCH_NAMES[models.ARCHITECTURES[config.model_type].arch]
+    vocabulary = _vocabulary(checkpoint)
+    writer = gguf.GGUFWriter(folder / file_name(checkpoint), arch, use_temp_file=True)
+    try:
+        writer.add_type("model")
+        methods = [entry["method"] for entry in checkpoint.story.recipe]
+        writer.add_name(" ".join([file_name(checkpoint).removesuffix(".gguf"), *methods]))
+        if (source := _source(checkpoint)) is not None:
+            Vocabulary({key: v for key, v in fields_of(source).items() if key in GENERAL}).write(writer)
+        models.write_metadata(writer, config)
+        vocabulary.write(writer)
+        nbytes: Counter = Counter()
+        for entry in tqdm(list(models.entries(model)), desc="GGUF blocks", unit="tensor"):
+            stored = _encoded(entry)
+            nbytes[stored.kind.name] += stored.data.nbytes
+            writer.add_tensor(entry.name, stored.data, raw_dtype=stored.kind)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        writer.add_file_type(_file_type(nbytes))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
 
-    name: ClassVar[str] = "gguf"
-    readers: ClassVar[str] = "llama.cpp, transformers"
 
-    snippet: ClassVar[str] = SNIPPET
-    library: ClassVar[str] = "gguf"
-
-    def problem(self, linear: dict[str, Any]) -> str:
-        # Codes that fit no type are written in 16 bits; `verify` reports the cost.
-        return "llama.cpp cannot transform the input of a linear" if linear.get("transform") else ""
-
-    def problem_of_model(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
-        return models.problem_of(model)
-
-    def write(self, checkpoint: Checkpoint, folder: Path) -> None:
-        model, config = checkpoint.model, checkpoint.model.config
-        arch = gguf.MODEL_ARCH_NAMES[models.ARCHITECTURES[config.model_type].arch]
-        vocabulary = _vocabulary(checkpoint)
-        writer = gguf.GGUFWriter(folder / file_name(checkpoint), arch, use_temp_file=True)
-        try:
-            writer.add_type("model")
-            methods = [entry["method"] for entry in checkpoint.story.recipe]
-            writer.add_name(" ".join([file_name(checkpoint).removesuffix(".gguf"), *methods]))
-            if (source := _source(checkpoint)) is not None:
-                Vocabulary({key: v for key, v in fields_of(source).items() if key in GENERAL}).write(writer)
-            models.write_metadata(writer, config)
-            vocabulary.write(writer)
-            nbytes: Counter = Counter()
-            for entry in tqdm(list(models.entries(model)), desc="GGUF blocks", unit="tensor"):
-                stored = _encoded(entry)
-                nbytes[stored.kind.name] += stored.data.nbytes
-                writer.add_tensor(entry.name, stored.data, raw_dtype=stored.kind)
-            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-            writer.add_file_type(_file_type(nbytes))
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-        finally:
-            writer.close()
-
-    @torch.no_grad()
-    def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:
-        tally = _compare_tensors(checkpoint, folder / file_name(checkpoint))
-        difference, remarks = _compare_logits(checkpoint, folder)
-        remarks = [*_remarks(checkpoint, tally), *remarks, *_compare_tokens(checkpoint, folder)]
-        readers = f"transformers {version('transformers')}, gguf {version('gguf')}"
-        return Verification(readers, difference, tuple(remarks))
+@torch.no_grad()
+def verify(checkpoint: Checkpoint, folder: Path) -> Verification:
+    """Read the file again, with `gguf` and with transformers, and compare."""
+    tally = _compare_tensors(checkpoint, folder / file_name(checkpoint))
+    difference, remarks = _compare_logits(checkpoint, folder)
+    remarks = [*_remarks(checkpoint, tally), *remarks, *_compare_tokens(checkpoint, folder)]
+    readers = f"transformers {version('transformers')}, gguf {version('gguf')}"
+    return Verification(readers, difference, tuple(remarks))
 
 
 def file_name(checkpoint: Checkpoint) -> str:

@@ -1,0 +1,56 @@
+"""GGUF as a checkpoint format. The package `gguf` is imported when a file is written: nothing else needs it."""
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+
+from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
+
+SNIPPET = """With llama.cpp (`llama-cli`, `llama-server`, or `pip install llama-cpp-python`):
+
+```sh
+llama-cli -m PATH/*.gguf -p "The capital of France is" -n 32
+```
+
+With transformers, which dequantises the weights:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+where = {"pretrained_model_name_or_path": "PATH", "gguf_file": "NAME.gguf"}  # the file in this folder
+model, tokenizer = AutoModelForCausalLM.from_pretrained(**where), AutoTokenizer.from_pretrained(**where)
+```
+"""
+
+
+class GGUF(SaveFormat):
+    """Holds decoders of the architectures in `models.py`; weights whose codes fit no type are written as floats."""
+
+    name: ClassVar[str] = "gguf"
+    readers: ClassVar[str] = "llama.cpp, transformers"
+
+    snippet: ClassVar[str] = SNIPPET
+    library: ClassVar[str] = "gguf"
+
+    def problem(self, linear: dict[str, Any]) -> str:
+        # Codes that fit no type are written in 16 bits; `verify` reports the cost.
+        return "llama.cpp cannot transform the input of a linear" if linear.get("transform") else ""
+
+    def problem_of_model(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
+        if importlib.util.find_spec("gguf") is None:
+            return "the package `gguf` is not installed, which `pip install gguf` brings"
+        from compress.checkpoint.gguf.models import problem_of
+
+        return problem_of(model)
+
+    def write(self, checkpoint: Checkpoint, folder: Path) -> None:
+        from compress.checkpoint.gguf.save import write
+
+        write(checkpoint, folder)
+
+    def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:
+        from compress.checkpoint.gguf.save import verify
+
+        return verify(checkpoint, folder)
