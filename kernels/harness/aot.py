@@ -86,11 +86,11 @@ def figures(c: Compilation) -> dict[str, int]:
         instructions: machine instructions without padding.
         and how many of them are matrix instructions, by mnemonic, if there are any.
         in_flight:    registers rewritten while a product still reads them, if there are any.
-        mixed:        reductions that mix rows, if there are any.
+        mixing:   reductions that mix rows, if there are any.
         outstanding:  waits for products that leave one product pending, if the kernel is expected to have such waits.
     """
     kernel = compiled(c)
-    hazards, mixed = rewritten_in_flight(kernel.asm["ptx"]), mixed_rows(kernel.asm["ttgir"])
+    hazards, wrong = rewritten_in_flight(kernel.asm["ptx"]), mixed_rows(kernel.asm["ttgir"])
     pending = "outstanding" in c.expects
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -113,7 +113,7 @@ def figures(c: Compilation) -> dict[str, int]:
         "instructions": len(mnemonics) - count["NOP"],
         **{m: count[m] for m in MATRIX if count[m]},
         **({"in_flight": len(hazards)} if hazards else {}),
-        **({"mixed": len(mixed)} if mixed else {}),
+        **({"mixing": len(wrong)} if wrong else {}),
         **({"outstanding": outstanding} if outstanding else {}),
     }
 
@@ -141,8 +141,8 @@ def regressions(c: Compilation, now: dict[str, int], before: dict[str, int] | No
         wrong.append(f"shared memory {now['shared']} > {SHARED_LIMIT}")
     if now.get("in_flight"):
         wrong.append(f"{now['in_flight']} registers are rewritten while a product reads them: see hazards.py")
-    if now.get("mixed"):
-        wrong.append(f"{now['mixed']} reductions mix rows: see hazards.py")
+    if now.get("mixing"):
+        wrong.append(f"{now['mixing']} reductions mix rows: see hazards.py")
     if before is not None:
         for key in ("registers", "stack", "spills", "shared"):
             if now[key] > before[key]:

@@ -17,7 +17,7 @@ from kernels.harness.trial import Log, bare_row, read, sentence
 RESTARTS = 3  # restarts of one job after crashes
 GRACE = 10.0  # seconds beyond its share after which a process is ended
 LATE = 2.0  # the same, beyond the time of all jobs
-SILENT = 60.0  # seconds without a line after which the process of several ops is ended; a case of them takes less
+SILENT = 75.0  # seconds without a line after which the process of several ops is ended; a case of them takes less
 DEAD = 5.0  # seconds to wait for a process that was killed; one that waits for its driver may take forever
 _PAUSE = 0.05
 

@@ -75,6 +75,7 @@ from kernels.interpreter import interpreting
 SCHEMA_VERSION = 1
 PREPARING = 0.5  # largest share of the budget for checks and compilation; with --tune, more is compiled
 PREPARING_TUNED = 0.65
+PREPARING_ALONE = 0.3  # with --no-checks: compilation alone, of what is timed first
 LARGE = ("decoder",)  # its weights are too large for several processes at a time
 CLOSING = 3.0  # seconds kept for the table
 OF_LINES = ("kind", "phase", "shard", "job", "at")  # fields of a line that the record does not have
@@ -111,7 +112,8 @@ class Validation:
             print(_machine(self.environment), flush=True)
         else:
             self._do([Job("ceilings", "")], self.began + 0.25 * options.budget)
-        ready = self.began + options.budget * (PREPARING_TUNED if options.tune else PREPARING)
+        share = PREPARING_TUNED if options.tune else PREPARING_ALONE if options.no_checks else PREPARING
+        ready = self.began + share * options.budget
         if not options.no_checks:
             self._do(self._shards("checks", ["+".join(ops)]), self.deadline if options.checks_only else ready)
         if not options.checks_only:
