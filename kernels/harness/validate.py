@@ -76,7 +76,6 @@ SCHEMA_VERSION = 1
 PREPARING = 0.5  # largest share of the budget for checks and compilation; with --tune, more is compiled
 PREPARING_TUNED = 0.65
 PREPARING_ALONE = 0.3  # with --no-checks: compilation alone, of what is timed first
-LARGE = ("decoder",)  # its weights are too large for several processes at a time
 CLOSING = 3.0  # seconds kept for the table
 OF_LINES = ("kind", "phase", "shard", "job", "at")  # fields of a line that the record does not have
 
@@ -118,7 +117,7 @@ class Validation:
             self._do(self._shards("checks", ["+".join(ops)]), self.deadline if options.checks_only else ready)
         if not options.checks_only:
             if options.device == "cuda":
-                self._do(self._shards("warm", [op for op in self._sound(ops) if op not in LARGE]), ready)
+                self._do(self._shards("warm", self._sound(ops)), ready)
             sound = self._sound(ops)
             self._do(
                 [Job("contests", op) for op in (["+".join(sound)] if options.one_process else sound) if op],
@@ -347,7 +346,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tune", action="store_true", help="find this GPU's fastest launch configurations first")
     parser.add_argument("--toy", action="store_true", help="use tiny shapes, only to see that everything runs")
-    parser.add_argument("--decode", action="store_true", help="only the whole decoder; the same as --ops decoder")
     parser.add_argument("--time-red", action="store_true", help="also time kernels that failed a check, as unsound")
     parser.add_argument("--checks-only", action="store_true", help="time nothing")
     parser.add_argument("--no-checks", action="store_true", help="time at once; contests compare their own outputs")
@@ -364,8 +362,6 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.only_op and not options.phase:
         options.ops = options.only_op
-    if options.decode:
-        options.ops = "decoder"
     options.ops = tuple(dict.fromkeys(op for op in options.ops.split(",") if op))
     if options.phase == "" and (
         unknown := [op for op in options.ops if op not in cases.OPS] or (not options.ops and ["nothing"])

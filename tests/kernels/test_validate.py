@@ -626,7 +626,6 @@ def test_results_go_where_the_environment_says(monkeypatch):
         monkeypatch.setenv(variable, value)
         assert validate._options(["--device", "cpu"]).out == Path(value)
     assert validate._options(["--device", "cpu", "--out", "c"]).out == Path("c")
-    assert validate._options(["--device", "cpu", "--decode"]).ops == ("decoder",)
 
 
 def test_crashes_between_contests_that_went_well_are_not_counted_together(workers):

@@ -28,7 +28,7 @@ def add_norm(
         y
     """
     if _by_triton(residual, impl):
-        from kernels.step.gpu import triton
+        from kernels.step import triton
 
         return triton.add_norm(residual, added, after, norm, y)
     if added is not None:
@@ -59,7 +59,7 @@ def turn_and_store(
         the queries [batch, heads, channels]
     """
     if _by_triton(keys, impl):
-        from kernels.step.gpu import triton
+        from kernels.step import triton
 
         return triton.turn_and_store(qkv, tables, length, norms, keys, values)
     batch, channels = len(keys), keys.shape[3]
@@ -80,7 +80,7 @@ def turn_and_store(
 def gated(gate: Tensor, up: Tensor, activation: str, impl: str = "auto") -> Tensor:
     """activation(gate) * up, [batch, inner], from rows at any distance; activation: "silu", "gelu_tanh" or "relu"."""
     if _by_triton(gate, impl):
-        from kernels.step.gpu import triton
+        from kernels.step import triton
 
         return triton.gated(gate, up, activation)
     return (_ACTIVATIONS[activation](gate.float()) * up.float()).to(gate.dtype)

@@ -1,0 +1,118 @@
+"""The checks of the operations between the products of a step on a GPU; whole steps are timed by
+`kernels.harness.model`."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
+from kernels.interpreter import triton_takes
+from kernels.step.gpu.between import add_norm, gated, turn_and_store
+from kernels.step.program import Norm
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def checks(device: torch.device) -> list[Check]:
+    torch.manual_seed(0)
+    found = []
+    for dtype in DTYPES:
+        for batch, columns in ((1, 64), (3, 100), (2, 4096)):
+            for kind in ("norm", "sum and norm", "sum of a norm, and norm", "sum alone"):
+                found.append(_norms(device, dtype, batch, columns, kind))
+        for activation in ("silu", "gelu_tanh", "relu"):
+            found.append(_gates(device, dtype, 3, 1100, activation))
+        for batch, heads, kv_heads, channels in ((1, 4, 1, 64), (3, 6, 2, 24), (2, 8, 8, 128)):
+            for normed in (False, True):
+                found.append(_turns(device, dtype, batch, heads, kv_heads, channels, normed))
+    return found
+
+
+def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+    """None: what these operations cost shows in whole steps."""
+    return iter(())
+
+
+def _check(name: str, dtype: torch.dtype, run: Callable, expected: Callable, device: torch.device) -> Check:
+    impls = ("triton",) if triton_takes(device) else ()
+    kind = str(dtype).removeprefix("torch.")
+    return Check("step", f"{name}, {kind}", run, expected, max(TOLERANCE[dtype], 2e-6), impls)
+
+
+def _norms(device: torch.device, dtype: torch.dtype, batch: int, columns: int, kind: str) -> Check:
+    residual, wide = torch.randn(batch, columns, device=device), torch.randn(batch, columns + 28, device=device)
+    added = None if kind == "norm" else wide.to(dtype)[:, :columns]  # rows apart, as in a joined product
+    gains = torch.rand(2, columns, device=device) + 0.5
+    after = Norm(gains[0], 1e-6) if kind == "sum of a norm, and norm" else None
+    norm = None if kind == "sum alone" else Norm(gains[1], 1e-5)
+
+    def run(impl: str) -> tuple[Tensor, ...]:
+        stream, y = residual.clone(), torch.zeros(batch, columns, dtype=dtype, device=device)
+        add_norm(stream, added, after, norm, y, impl)
+        return stream, y
+
+    def expected() -> tuple[Tensor, ...]:
+        total = residual.double()
+        if added is not None:
+            total = total + (added.double() if after is None else _normed(added.double(), after))
+        return total, torch.zeros_like(total) if norm is None else _normed(total, norm)
+
+    return _check(f"{kind}, {batch} x {columns}", dtype, run, expected, device)
+
+
+def _gates(device: torch.device, dtype: torch.dtype, batch: int, inner: int, activation: str) -> Check:
+    both = (2 * torch.randn(batch, 2 * inner, device=device)).to(dtype)
+    gate, up = both.split(inner, -1)
+
+    def expected() -> Tensor:
+        x = gate.double()
+        x = {
+            "silu": lambda: x / (1 + (-x).exp()),
+            "gelu_tanh": lambda: x / 2 * (1 + ((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()),
+            "relu": lambda: x.clamp(min=0),
+        }[activation]()
+        return x * up.double()
+
+    def run(impl: str) -> Tensor:
+        return gated(gate, up, activation, impl)
+
+    return _check(f"{activation} gate, {batch} x {inner}", dtype, run, expected, device)
+
+
+def _turns(
+    device: torch.device, dtype: torch.dtype, batch: int, heads: int, kv_heads: int, channels: int, normed: bool
+) -> Check:
+    positions, held = 11, 7
+    qkv = torch.randn(batch, (heads + 2 * kv_heads) * channels, device=device).to(dtype)
+    parts = qkv.split((heads * channels, kv_heads * channels, kv_heads * channels), -1)
+    angle = 6.3 * torch.rand(positions, channels // 2, device=device)
+    tables = torch.cat([angle.cos()] * 2, 1), torch.cat([angle.sin()] * 2, 1)
+    length = torch.full((batch, kv_heads), held, dtype=torch.int32, device=device)
+    gains = torch.rand(2, channels, device=device) + 0.5
+    norms = (Norm(gains[0], 1e-6), Norm(gains[1], 1e-6)) if normed else (None, None)
+    before = torch.randn(2, batch, kv_heads, positions, channels, device=device).to(dtype)
+
+    def run(impl: str) -> tuple[Tensor, ...]:
+        keys, values = before.clone()
+        return turn_and_store(parts, tables, length, norms, keys, values, impl), keys, values
+
+    def expected() -> tuple[Tensor, ...]:
+        """By complex numbers: channel i is the real part, i + channels / 2 the imaginary one."""
+        q, k, v = (x.double().unflatten(1, (-1, channels)) for x in parts)
+        turn = torch.polar(torch.ones_like(angle[held - 1], dtype=torch.float64), angle[held - 1].double())
+        turned = []
+        for x, norm in ((q, norms[0]), (k, norms[1])):
+            x = x if norm is None else _normed(x, norm)
+            y = torch.complex(*(half.contiguous() for half in x.chunk(2, -1))) * turn
+            turned.append(torch.cat([y.real, y.imag], -1))
+        keys, values = before.double()
+        keys[:, :, held - 1], values[:, :, held - 1] = turned[1], v
+        return turned[0], keys, values
+
+    name = f"turn and store, {batch} x {heads} / {kv_heads} heads of {channels}{', normed' if normed else ''}"
+    return _check(name, dtype, run, expected, device)
+
+
+def _normed(x: Tensor, norm: Norm) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
