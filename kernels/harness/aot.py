@@ -29,6 +29,9 @@ COMMITTED = Path(__file__).with_name("aot.json")
 # Bytes of shared memory available to one block, by compute capability; Triton compiles beyond them without a warning.
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 SHARED_LIMIT = SHARED[90]
+PLAIN_SHARED = (
+    48 << 10
+)  # bytes of shared memory, static and dynamic together, that a block gets without being asked for
 # wgmma in 16 bits, int8 and fp8; mma.sync in 16 bits and int8; dp4a, the dot product of four bytes
 MATRIX = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA", "IDP")
 MARGIN = 1.03  # instructions may grow by this factor before it counts as a regression; other figures may not grow
@@ -104,12 +107,17 @@ def figures(c: Compilation) -> dict[str, int]:
     mnemonics = mnemonics_of(listing)
     tf32 = sorted({m for m in mnemonics if "TF32" in m})
     assert not tf32, f"{c.name} computes in TF32: {tf32}"
+    plain, static, dynamic = PLAIN_SHARED, found["SHARED"], kernel.metadata.shared
+    assert not dynamic <= plain < static + dynamic, (
+        f"{c.name} cannot be launched: {static} bytes of static and {dynamic} of dynamic shared memory; Triton asks for "
+        f"more than {plain} only if the dynamic part alone needs them"
+    )
     count = Counter(m.partition(".")[0] for m in mnemonics)
     return {
         "registers": found["REG"],
         "stack": found["STACK"],
         "spills": count["LDL"] + count["STL"],
-        "shared": found["SHARED"] + kernel.metadata.shared,
+        "shared": static + dynamic,
         "instructions": len(mnemonics) - count["NOP"],
         **{m: count[m] for m in MATRIX if count[m]},
         **({"in_flight": len(hazards)} if hazards else {}),

@@ -37,7 +37,9 @@ def shipped() -> list[Compilation]:
     nf4, of_16, of_8 = _meta(4, 64), _meta(4, None), _meta(3, None)
     cases = [("NF4", nf4, dtype, tokens) for dtype, tokens in ((BF16, 1), (FP16, 1), (BF16, 16), (BF16, 64))]
     cases += [(name, w, BF16, tokens) for name, w in (("16 a row", of_16), ("8 a row", of_8)) for tokens in (1, 64)]
+    narrow = launch.compilation("lut_matmul NF4 bf16 m1 of 4096 rows", _meta(4, 64, 4096), BF16, 1)
     return [
+        narrow,
         *(
             launch.compilation(f"lut_matmul {name} {launch.short(dtype)} m{m}", w, dtype, m)
             for name, w, dtype, m in cases

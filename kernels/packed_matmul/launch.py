@@ -29,6 +29,9 @@ from kernels.tuning import Compilation, configuration  # noqa: E402
 CROSSOVER = 512  # number of tokens from which the heuristic dequantises and calls cuBLAS
 SLAB = 32 << 20  # bytes dequantised at a time: cuBLAS finds them in the L2 cache (60 MB on an H200)
 TABLE_MAGIC = 0x32103210  # the identity selector of PRMT, in both halves of a word: see `look_up`
+TABLE_OF_PAIRS = 32 << 10  # bytes of shared memory
+PLAIN_SHARED = 48 << 10  # bytes of shared memory that a block gets without being asked for
+MOST_STAGES = 8
 MULTIPROCESSORS = 132  # on an H200; the heuristic gives work to each
 
 
@@ -126,7 +129,23 @@ def candidates(w: Weight, tokens: int) -> list[dict]:
 def _with_pairs(plan: dict, w: Weight) -> dict:
     """The plan, with a table of pairs instead of PRMT if the weight allows both: pairs need fewer instructions."""
     both = plan["kind"] == "small_batch" and w.table is not None and w.table.dim() == 1 and w.bits == 4
-    return {**plan, "pairs": True} if both else plan
+    return launchable({**plan, "pairs": True}, blocks(w)) if both else plan
+
+
+def launchable(plan: dict, cut: Blocks) -> dict:
+    """The plan for `small_batch`, with more stages or without a table of pairs if it could not be launched.
+
+    CUDA allows a block 48 KiB without further ado, static and dynamic memory together, and Triton asks for more only if
+    the dynamic part alone is larger. The table of pairs is static memory, of which Triton does not know.
+    """
+    if not plan["pairs"]:
+        return plan
+    for stages in range(plan["stages"], MOST_STAGES + 1):
+        a_stage = plan["block_n"] * cut.columns // 2 + 2 * cut.columns * plan["block_m"]  # codes, and rows of x
+        dynamic = plan["warps"] * ((stages - 1) * a_stage + 2 * plan["block_n"])  # and scales, once
+        if dynamic + TABLE_OF_PAIRS <= PLAIN_SHARED or dynamic - 2 * plan["warps"] * plan["block_n"] > PLAIN_SHARED:
+            return {**plan, "stages": stages}
+    return {**plan, "pairs": False}
 
 
 def _small(block_n: int, block_m: int, warps: int, stages: int) -> dict:
@@ -196,7 +215,7 @@ def _small_batch(x: Tensor, w: Weight, plan: dict, ends: Tensor | None = None) -
         warps //= 2
     step = warps * cut.columns
     y = x.new_empty(x.shape[0], w.shape[0] // (1 if ends is None else len(ends)))
-    plan = {**plan, "warps": warps}
+    plan = launchable({**plan, "warps": warps}, cut)
     _launch(small_batch, x, x.stride(0), w, y, plan, triton.cdiv(columns, step), 1, columns % step == 0, ends)
     return y
 

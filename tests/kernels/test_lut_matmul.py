@@ -205,3 +205,20 @@ def carry_out(program, registers, memory, stores):
         else:
             registers[to] = simple[opcode.partition(".")[0]](*x)
     return registers["$0"]
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize("group_size", [64, 128])
+def test_a_table_of_pairs_is_only_used_where_its_shared_memory_can_be_launched(group_size, tokens):
+    """An H100 refused NF4 of 4096 x 4096 at one token: 28,160 bytes of dynamic memory beside 32 KiB of static memory."""
+    from kernels.lut_matmul.triton import _meta
+    from kernels.packed_matmul.launch import PLAIN_SHARED, TABLE_OF_PAIRS, blocks, candidates, launchable
+
+    for out in (576, 4096, 14336):
+        w = _meta(4, group_size, out=out)
+        columns = blocks(w).columns
+        plans = [plan for plan in candidates(w, tokens) if plan["kind"] == "small_batch"]
+        for plan in (launchable({**plan, "warps": warps}, blocks(w)) for plan in plans for warps in (1, plan["warps"])):
+            a_stage = plan["block_n"] * columns // 2 + 2 * columns * plan["block_m"]
+            dynamic = plan["warps"] * ((plan["stages"] - 1) * a_stage + 2 * plan["block_n"])
+            assert not plan["pairs"] or not dynamic <= PLAIN_SHARED < dynamic + TABLE_OF_PAIRS, plan
