@@ -109,8 +109,8 @@ def figures(c: Compilation) -> dict[str, int]:
     assert not tf32, f"{c.name} computes in TF32: {tf32}"
     plain, static, dynamic = PLAIN_SHARED, found["SHARED"], kernel.metadata.shared
     assert not dynamic <= plain < static + dynamic, (
-        f"{c.name} cannot be launched: {static} bytes of static and {dynamic} of dynamic shared memory; Triton asks for "
-        f"more than {plain} only if the dynamic part alone needs them"
+        f"{c.name} cannot be launched: {static} bytes of static and {dynamic} of dynamic shared memory; Triton asks "
+        f"for more than {plain} only if the dynamic part alone needs them"
     )
     count = Counter(m.partition(".")[0] for m in mnemonics)
     return {

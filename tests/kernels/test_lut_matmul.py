@@ -217,8 +217,8 @@ def test_a_table_of_pairs_is_only_used_where_its_shared_memory_can_be_launched(g
     for out in (576, 4096, 14336):
         w = _meta(4, group_size, out=out)
         columns = blocks(w).columns
-        plans = [plan for plan in candidates(w, tokens) if plan["kind"] == "small_batch"]
-        for plan in (launchable({**plan, "warps": warps}, blocks(w)) for plan in plans for warps in (1, plan["warps"])):
+        small = [plan for plan in candidates(w, tokens) if plan["kind"] == "small_batch"]
+        for plan in [launchable({**p, "warps": warps}, blocks(w)) for p in small for warps in (1, p["warps"])]:
             a_stage = plan["block_n"] * columns // 2 + 2 * columns * plan["block_m"]
             dynamic = plan["warps"] * ((plan["stages"] - 1) * a_stage + 2 * plan["block_n"])
             assert not plan["pairs"] or not dynamic <= PLAIN_SHARED < dynamic + TABLE_OF_PAIRS, plan
