@@ -6,8 +6,9 @@ prompt and a few tokens of decoding decide, against transformers' own cache.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ HEADS = 4
 WIDTHS = {
     "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "head_dim": 16, "global_head_dim": 16, "vocab_size": 128, "vocab_size_per_layer_input": 128,
-    "hidden_size_per_layer_input": 16, "ffn_dim": 64, "n_inner": 64, "num_attention_heads": HEADS,
+    "hidden_size_per_layer_input": 16, "ffn_dim": 64, "n_inner": 64,
     "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
 Attached = Callable[[nn.Module], AbstractContextManager]
@@ -110,12 +111,12 @@ def small_copy(config: PreTrainedConfig) -> nn.Module | None:
     values = json.loads(config.to_json_string())
     smaller: dict[str, object] = {name: None for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     smaller |= {"initializer_range": 0.1, "dtype": "float32"}
-    for name, size in {**WIDTHS, "num_key_value_heads": _kv_heads(config)}.items():
-        key = config.attribute_map.get(name, name)
-        if isinstance(given := values.get(key), list):
-            smaller[key] = [min(size, one) for one in given]
-        elif isinstance(given, int) and given:
-            smaller[key] = min(size, given)
+    names = config.attribute_map
+    smaller |= _narrow(values, {**WIDTHS, **_heads(values, names)}, names)
+    if by_layer := values.get("per_layer_config"):  # other widths stay, so that layers that differ still do
+        smaller["per_layer_config"] = {
+            number: {**own, **_narrow(own, _heads({**values, **own}, names), names)} for number, own in by_layer.items()
+        }
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)
@@ -127,7 +128,24 @@ def small_copy(config: PreTrainedConfig) -> nn.Module | None:
     return small
 
 
-def _kv_heads(config: PreTrainedConfig) -> int:
-    """The number of key heads of the small copy: one, as many as query heads, or half of them, as in the model."""
-    heads, kv_heads = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    return HEADS if kv_heads == heads else 1 if kv_heads == 1 else HEADS // 2
+def _narrow(values: Mapping[str, Any], sizes: Mapping[str, int], names: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that are larger than these sizes, with the sizes.
+
+    Args:
+        names: the names of a class for settings, where they are others than those of `sizes`.
+    """
+    narrow = {}
+    for name, size in sizes.items():
+        key = names.get(name, name)
+        if isinstance(given := values.get(key), list):
+            narrow[key] = [min(size, one) for one in given]
+        elif isinstance(given, int) and given:
+            narrow[key] = min(size, given)
+    return narrow
+
+
+def _heads(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, int]:
+    """Numbers of heads for the small copy: one key head, as many as query heads, or half of them, as in the model."""
+    heads, kv_heads = (values.get(names.get(name, name)) for name in ("num_attention_heads", "num_key_value_heads"))
+    kv_heads = HEADS if kv_heads == heads else 1 if kv_heads == 1 else HEADS // 2
+    return {"num_attention_heads": HEADS, "num_key_value_heads": kv_heads}

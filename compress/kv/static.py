@@ -16,7 +16,7 @@ from compress.kv.precision import Held, Precision
 from compress.kv.reading.fixed import FixedReading, readings
 from compress.kv.reading.method import Glance, Reading
 from compress.kv.storage import Slab
-from compress.kv.support import check_model, key_shapes, left_alone, storing_layers
+from compress.kv.support import check_model, key_shape, key_shapes, left_alone, storing_layers
 from kernels.kv_decode import KV, dequantize_kv, kv_decode
 from kernels.step.cache import Lent, NewTokens, Sparse
 
@@ -252,7 +252,9 @@ class MadeUpCache(Cache):
         if reading is not None:
             _read_sparsely([layer for layer in layers if isinstance(layer, StaticKVLayer)], reading)
         super().__init__(layers=layers)
-        self.early_initialization(1, heads, channels, parameter.dtype, parameter.device)
+        # Layers with a window may have other widths than those that keep all positions.
+        shapes = [key_shape(model, number) for number in range(len(layers))]
+        self.early_initialization(1, *map(list, zip(*shapes, strict=True)), parameter.dtype, parameter.device)
 
     def kept(self, tokens: int) -> int:
         """The number of positions that every head keeps of this number of tokens."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
 from transformers.cache_utils import get_layer_types_and_kwargs
 
@@ -57,13 +57,21 @@ def storing_layers(model: nn.Module) -> set[int]:
 
 def key_shapes(model: nn.Module) -> dict[int, tuple[int, int]]:
     """(kv heads, channels) of every layer that keeps all positions, by its number; in Gemma 4 they vary."""
-    config, shapes = model.config.get_text_config(decoder=True), {}
-    for number in keeping_layers(model):
-        own = getattr(config, "per_layer_config", None)
-        own = config if own is None else own[number]
-        heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
-        shapes[number] = heads, getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-    return shapes
+    return {number: key_shape(model, number) for number in keeping_layers(model)}
+
+
+def key_shape(model: nn.Module, number: int) -> tuple[int, int]:
+    """(kv heads, channels) of one layer."""
+    own = layer_config(model, number)
+    heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+    return heads, getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+
+
+def layer_config(model: nn.Module, number: int) -> PreTrainedConfig:
+    """The settings of one layer; those of the whole decoder unless its layers differ."""
+    config = model.config.get_text_config(decoder=True)
+    own = getattr(config, "per_layer_config", None)
+    return config if own is None else own[number]
 
 
 @contextmanager

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm.auto import tqdm
 from transformers import Cache
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from eval.speed.device_lock import undisturbed
 from eval.speed.packing import Packing
 from eval.speed.regional import NotRegional, Step, compile_regional
 from eval.speed.speed import quartiles
+from eval.speed.work import config_of_layer, head_width
 from kernels.clock import clock
 from kernels.errors import first_line
 from kernels.huge_pages import in_huge_pages
@@ -218,9 +220,9 @@ def _attention(model: nn.Module, cache: TimedCache, attend: Callable[[Tensor, Sl
     """Seconds of the attention of all layers, one after the other, for one token; the best of three."""
     slabs = cache.layer_slabs()
     config, device = model.config.get_text_config(decoder=True), model.device
-    heads = config.num_attention_heads
-    channels = getattr(config, "head_dim", None) or config.hidden_size // heads  # a cache may hold fewer of them
-    q = torch.randn(1, heads, 1, channels, dtype=model.dtype, device=device)
+    own = config_of_layer(config, get_layer_types_and_kwargs(config)[0].index("full_attention"))  # they are alike
+    # A cache may hold fewer channels than a head has.
+    q = torch.randn(1, own.num_attention_heads, 1, head_width(own), dtype=model.dtype, device=device)
     best = float("inf")
     for _ in range(3):
         start = clock(device)

@@ -167,25 +167,40 @@ def cache_bytes_per_token(config: PreTrainedConfig, *, bits: float = 16, kept: f
     """
     config = config.get_text_config(decoder=True)
     kinds, _ = get_layer_types_and_kwargs(config)
-    if getattr(config, "kv_lora_rank", None):
-        numbers = config.kv_lora_rank + config.qk_rope_head_dim
-    else:
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        numbers = 2 * heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return kinds.count("full_attention") * numbers * bits / 8 * kept
+    numbers = 0
+    for number, kind in enumerate(kinds):
+        if kind != "full_attention":
+            continue
+        own = config_of_layer(config, number)
+        if getattr(own, "kv_lora_rank", None):
+            numbers += own.kv_lora_rank + own.qk_rope_head_dim
+        else:
+            numbers += 2 * (getattr(own, "num_key_value_heads", None) or own.num_attention_heads) * head_width(own)
+    return numbers * bits / 8 * kept
+
+
+def config_of_layer(config: PreTrainedConfig, number: int) -> PreTrainedConfig:
+    """The settings of one layer of a decoder; those of the whole decoder unless its layers differ (Gemma 4)."""
+    own = getattr(config, "per_layer_config", None)
+    return config if own is None else own[number]
+
+
+def head_width(config: PreTrainedConfig) -> int:
+    """Channels of an attention head, by the settings of a layer."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _cache_layers(model: nn.Module) -> tuple[CacheLayer, ...]:
     """An entry for every layer with keys and values, found from the cache after a pass over two tokens."""
     ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
     cache = model(ids, use_cache=True).past_key_values
-    heads = model.config.get_text_config(decoder=True).num_attention_heads
-    layers = []
-    for layer in cache.layers:
+    config, layers = model.config.get_text_config(decoder=True), []
+    for number, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or not keys.numel():
             continue
         kept = keys[:, :, 0].nbytes + values[:, :, 0].nbytes
+        heads = config_of_layer(config, number).num_attention_heads
         attends = keys.shape[-1] > 1  # if attention was dropped, the layer stores a single number per position
         layers.append(
             CacheLayer(

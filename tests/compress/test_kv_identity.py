@@ -12,10 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from compress import METHODS, apply
 from compress.kv import Abreast, attach, attached, attachment_of
 from compress.kv.attach import check_attach
+from compress.kv.identity import small_copy
+from compress.kv.learned import locret
 from compress.kv.learned.locret import channels
 from compress.kv.rotation import turn_of
 from compress.kv.static import decoder as timed_decoder
-from compress.kv.support import attentions_of, keeping_layers, key_shapes
+from compress.kv.support import attentions_of, keeping_layers, key_shape, key_shapes
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": None}  # fmt: skip
@@ -221,3 +223,15 @@ def test_what_cannot_be_timed_is_refused(tokens):
             timed_decoder(decoder(kind))
     assert key_shapes(decoder("gemma4_text")) == {1: (2, 32), 3: (2, 32)}
     assert channels(decoder("gemma4_text")) == (4 + 2 * 2) * 32
+
+
+def test_layers_with_settings_of_their_own(monkeypatch):
+    """The larger Gemma 4 has fewer and wider key heads where a layer keeps all positions, and no number for all."""
+    model = decoder("gemma4_text", num_global_key_value_heads=1, attention_k_eq_v=True, num_kv_shared_layers=0)
+    assert key_shapes(model) == {1: (1, 32), 3: (1, 32), 5: (1, 32)} and channels(model) == (4 + 2) * 32
+    small = small_copy(model.config)
+    assert key_shapes(small) == key_shapes(model) and key_shape(small, 0) == (2, 16)
+    check_attach(model, [METHODS["streaming"](budget=0.5)])
+    monkeypatch.setattr(locret, "key_shapes", lambda _: {1: (1, 32), 3: (2, 16)})
+    with pytest.raises(ValueError, match=r"differ in their channels \(128, 192\), and networks of locret"):
+        channels(model)

@@ -68,10 +68,10 @@ def test_published_sizes_of_caches():
     assert [cache_bytes_per_token(config) for config in (v3, qwen, llama)] == [70_272, 327_680, 516_096]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt2", "gemma4_unified_text"])
 def test_a_token_of_the_cache_is_what_the_model_keeps(tiny, architecture):
     """By the configuration, and by the model; also of what an eviction and a storage leave."""
-    model = tiny(architecture)
+    model = tiny(architecture, layers=4)
     grows = sum(layer.bytes for layer in work(model).cache if layer.window is None)
     assert cache_bytes_per_token(model.config, bits=32) == grows
     assert cache_bytes_per_token(model.config, bits=8, kept=0.25) == grows / 16

@@ -226,6 +226,13 @@ def test_speed_of_caches(tiny, monkeypatch):
         measure_cache_speed(model, {"few": make}, [32])
 
 
+def test_layers_of_other_widths_with_a_window_are_timed(tiny, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+    model = decoder(tiny("gemma4_unified_text", layers=4))
+    found = measure_cache_speed(model, {"full": lambda: MadeUpCache(model, 64)}, [32], new_tokens=2, rounds=1)
+    assert found.tokens_per_s["full"][32][0] > 0 and found.attention_s["full"][32][0] > 0
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_the_native_step_is_timed_where_it_knows_the_model(tiny, architecture):
     """It takes what is lent (16 bits, codes, few positions, windows) and what attends itself (sparse reading); each

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from compress.kv.learned.networks import check_networks, remembered, with_ends
 from compress.kv.policy import Policy
 from compress.kv.seen import Seen
-from compress.kv.support import key_shapes
+from compress.kv.support import key_shapes, layer_config
 from compress.method import knob
 
 COMMAND = "compress.kv.learned.train_locret"
@@ -61,8 +61,16 @@ class Locret(Policy):
 
 def channels(model: nn.Module) -> int:
     """The number of channels of a token's query, key and value in all heads of a layer that keeps all positions."""
-    kv_heads, width = next(iter(key_shapes(model).values()))
-    return (model.config.get_text_config(decoder=True).num_attention_heads + 2 * kv_heads) * width
+    shapes = {
+        (layer_config(model, number).num_attention_heads + 2 * kv_heads) * width
+        for number, (kv_heads, width) in key_shapes(model).items()
+    }
+    if len(shapes) > 1:
+        raise ValueError(
+            f"`model` ({type(model).__name__}) has layers whose queries, keys and values differ in their channels "
+            f"({', '.join(map(str, sorted(shapes)))}), and networks of locret are of one width: kvzap would do"
+        )
+    return shapes.pop()
 
 
 def features(seen: Seen) -> Tensor:

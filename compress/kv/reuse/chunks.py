@@ -199,8 +199,10 @@ def kinds_of(model: nn.Module) -> set[str]:
         ValueError: some keep no keys and values of single positions.
     """
     config = model.config.get_text_config(decoder=True)
-    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if sliding else "full_attention"])
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds:
+        sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        kinds = {"sliding_attention" if sliding else "full_attention"}
     if unknown := sorted(kinds - KINDS):
         raise ValueError(f"`model` has layers ({', '.join(unknown)}) that keep no keys and values of single positions")
     return kinds
