@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from compress.dropped import undone_if_refused
 from compress.inputs.calibration import tokens_sha256
 from compress.inputs.model import check_device, weights_sha256
 from compress.kv.attach import attach, check_attach
@@ -21,7 +22,7 @@ from compress.linear import parameter_count, sharing_copy
 from compress.memory import measured, plan
 from compress.method import Method, settle
 from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerRecord
-from compress.result import Result, refuse_save_pretrained
+from compress.result import Result, check_finished, naming_state, refuse_save_pretrained
 from compress.walk.blocks import find_blocks, kept_weights
 from compress.walk.capture import activations_on_disk, check_runs, device_of, on_device
 from compress.walk.experts import is_fused_experts, split_experts
@@ -77,7 +78,9 @@ def apply(
     Raises:
         ValueError: before any work, if the methods of the recipe cannot be combined or do not fit the model, if the
             batches are unusable, or if the compression needs more than `max_memory` or more room than the disk has; the
-            message says what would fit.
+            message says what would fit. Later, if a drop breaks the model, after which all of it is put back.
+        NotFinite: an activation, a statistic or an error is NaN or infinite. This error, and every other one after the
+            work has begun, says whether the model is as it was, or partly compressed, so that it must be loaded again.
         ProcessLost: one of several processes has ended. An error in one of them is raised in all.
     """
     check_calibrate(calibrate)
@@ -118,20 +121,21 @@ def _apply(
     work_path: str | Path | None,
     shared: Shared | None,
     max_memory: int | str | None = None,
-    checked: bool = False,
+    copied: bool = False,
 ) -> Result:
     """`apply` in every process; `shared`: the place for statistics that recipes share, None: each method collects
-    its own; `checked`: whether the methods have checked this model already."""
+    its own; `copied`: the model is a copy of the user's, which the methods have checked already."""
     asked, recipe, batches = list(recipe), settle(list(recipe)), () if batches is None else batches
     if shared:
         recipe = [replace(m, sequential=False) if isinstance(m, LayerwiseMethod) else m for m in recipe]
+    check_finished(model)
     _check_batches(batches, model, needed=[m.name for m in recipe if m.needs_calibration])
     _check_once(recipe, shared)
     if where.type == "cpu" and current().count == 1:  # several processes wait for each other
         warn_if_busy()
     start = clock(where)
     identity, tokens = _model_identity(model), _tokens_identity(batches)
-    for method in () if checked else recipe:
+    for method in () if copied else recipe:
         method.check(model)
     on_cache = [method for method in recipe if isinstance(method, CacheMethod)]
     check_attach(model, on_cache)
@@ -140,10 +144,11 @@ def _apply(
         _split_experts(model, batches)
     _check_same({"recipe": str(recipe), "model": identity["weights_sha256"], "batches": tokens and tokens["sha256"]})
     folder = _work_folder(model, work_path) if usage.activations == "disk" else None
-    with measured(usage, model), activations_on_disk(folder), recording() as kernels:
-        made = _run(recipe, model, batches, identity, tokens, where, work_path, shared)
-    if on_cache:
-        attach(model, on_cache)
+    with nullcontext() if copied else naming_state(model):
+        with measured(usage, model), activations_on_disk(folder), recording() as kernels:
+            made = _run(recipe, model, batches, identity, tokens, where, work_path, shared)
+        if on_cache:
+            attach(model, on_cache)
     refuse_save_pretrained(model)
     return Result(
         model=model,
@@ -199,25 +204,30 @@ def _run(
 ) -> _Made:
     """Apply the methods of a settled recipe, one after the other."""
     made, originals, saved = _Made(), None, None
-    for i, method in enumerate(recipe):
-        if shared and saved is None and len(batches) and method.collects():
-            weights = weights_sha256(model) if made.drops else identity["weights_sha256"]
-            with naming("calibrate='once'"):
-                saved = shared.statistics(model, batches, [weights, tokens["sha256"], code_sha256()], device=where)
-        # Errors of later methods are measured against the weights before the first method that stores something;
-        # methods that move inputs change the weights from which later methods start.
-        stores = method.stage not in ("drop", "transform") and not method.moves_inputs
-        held = originals is None and stores and any(m.reads_originals for m in recipe[i + 1 :])
-        untouched = original_linears(model) if held else None
-        store = None
-        if work_path:
-            steps = [(m.name, m.values()) for m in recipe[: i + 1]]
-            about = [identity, tokens, code_sha256(), *(["once"] if shared else [])]
-            store = BlockStore.of(Path(work_path), steps, about)
-        with naming(method.name):
-            for told in method.apply(model, batches, device=where, store=store, originals=originals, saved=saved):
-                made.add(told)
-        originals = originals if untouched is None or not made.layers else untouched
+    drops = [method.stage for method in recipe].count("drop")  # they come first
+    with ExitStack() as undo:
+        undo.enter_context(undone_if_refused(model))
+        for i, method in enumerate(recipe):
+            if i == drops:
+                undo.close()  # the dropped parts are no longer needed
+            if shared and saved is None and len(batches) and method.collects():
+                weights = weights_sha256(model) if made.drops else identity["weights_sha256"]
+                with naming("calibrate='once'"):
+                    saved = shared.statistics(model, batches, [weights, tokens["sha256"], code_sha256()], device=where)
+            # Errors of later methods are measured against the weights before the first method that stores something;
+            # methods that move inputs change the weights from which later methods start.
+            stores = method.stage not in ("drop", "transform") and not method.moves_inputs
+            held = originals is None and stores and any(m.reads_originals for m in recipe[i + 1 :])
+            untouched = original_linears(model) if held else None
+            store = None
+            if work_path:
+                steps = [(m.name, m.values()) for m in recipe[: i + 1]]
+                about = [identity, tokens, code_sha256(), *(["once"] if shared else [])]
+                store = BlockStore.of(Path(work_path), steps, about)
+            with naming(method.name):
+                for told in method.apply(model, batches, device=where, store=store, originals=originals, saved=saved):
+                    made.add(told)
+            originals = originals if untouched is None or not made.layers else untouched
     return made
 
 
@@ -240,6 +250,7 @@ def apply_each(
         ValueError: as in `apply`, for any of the recipes, before any is applied.
     """
     check_calibrate(calibrate)
+    check_finished(model)
     for recipe in recipes.values():
         for method in settle(list(recipe)):
             method.check(model)
@@ -252,7 +263,7 @@ def apply_each(
     ):
         for name, recipe in progress:
             progress.set_postfix_str(name)
-            results[name] = _apply(recipe, sharing_copy(model), batches, where, work_path, shared, checked=True)
+            results[name] = _apply(recipe, sharing_copy(model), batches, where, work_path, shared, copied=True)
     return results
 
 

@@ -1,5 +1,7 @@
 """The result of a compression; shows itself in Jupyter."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -8,6 +10,10 @@ from torch import nn
 
 from compress.method import Method
 from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerRecord, Usage
+from compress.walk.finite import NotFinite
+from compress.walk.offload import offloaded_parts
+
+UNFINISHED = "_compression_unfinished"  # attribute of a model: what stopped the compression that has changed it
 
 
 @dataclass
@@ -91,6 +97,51 @@ def refuse_save_pretrained(model: nn.Module) -> None:
     own = __name__.partition(".")[0]
     if any(type(module).__module__.partition(".")[0] == own for module in model.modules()):
         model.save_pretrained = _no_save_pretrained
+
+
+@contextmanager
+def naming_state(model: nn.Module) -> Iterator[None]:
+    """If the context ends in an error, the error says whether the model in memory is as it was before. A model that was
+    changed is refused by `check_finished` from then on.
+
+    The original weights are not kept to bring them back: that would take the memory of a second model.
+    """
+    before = _makeup(model)
+    try:
+        yield
+    except BaseException as error:
+        if _makeup(model) == before:
+            state = "the model in memory is as it was"
+        else:
+            state = "the model in memory is partly compressed: load it again before another try"
+            setattr(model, UNFINISHED, type(error).__name__)
+            refuse_save_pretrained(model)
+        if isinstance(error, NotFinite):
+            raise NotFinite(f"{error}; {state}") from None
+        error.add_note(f"After this error {state}.")
+        raise
+
+
+def check_finished(model: nn.Module) -> None:
+    """Raise ValueError if an earlier compression of this model stopped when it had changed a part of it."""
+    if reason := getattr(model, UNFINISHED, None):
+        raise ValueError(
+            f"`model` is partly compressed: an earlier `apply` stopped ({reason}) after it had changed some of its "
+            "weights; load the model again"
+        )
+
+
+def _makeup(model: nn.Module) -> dict[str, object]:
+    """What changes if a module or a weight of the model is replaced or written to, and not if it moves to another
+    device."""
+    parts = offloaded_parts(model)
+    away = {module for part in parts for module in model.get_submodule(part).modules()}
+    makeup: dict[str, object] = {name: dict(part.where) for name, part in parts.items()}
+    for name, module in model.named_modules():
+        weights = {} if module in away else module._parameters
+        own = {key: (id(weight), weight._version) for key, weight in weights.items() if weight is not None}
+        makeup[f"{name} "] = type(module), id(module), own
+    return makeup
 
 
 def _no_save_pretrained(*args: Any, **more: Any) -> None:

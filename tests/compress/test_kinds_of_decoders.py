@@ -20,6 +20,7 @@ from compress.dropped import Dropped, drop_part, dropped_parts, parts_of
 from compress.embedding import find_ends
 from compress.inputs.on_disk import load_on_disk
 from compress.inputs.skeleton import skeleton
+from compress.recipe import parse_recipe
 from compress.walk.blocks import find_blocks, kept_weights, targets
 from compress.walk.capture import Tail, advance, block_calls
 
@@ -217,6 +218,17 @@ def test_a_drop_that_fails_half_way_is_undone(tokens, monkeypatch):
     with pytest.raises(ValueError, match="the model is as it was"):
         apply([METHODS["layer_drop"](target="block", count=2, iterative=True)], model, tokens(2, 8))
     assert same(state(model), before) and not dropped_parts(model)
+
+
+def test_a_refused_drop_undoes_the_drops_before_it(tokens, monkeypatch):
+    model = built("llama")
+    before = state(model)
+    errors = iter([0.0, 0.0, 0.0, 1.0])
+    monkeypatch.setattr("compress.pruning.layer_drop.decoding_error", lambda *_: next(errors))
+    recipe = parse_recipe("layer_drop(target=block, layers='1'), layer_drop(target=mlp, layers='0')")
+    with pytest.raises(ValueError, match="the model is as it was"):
+        apply(recipe, model, tokens(2, 8))
+    assert same(state(model), before) and not dropped_parts(model) and next(errors, None) is None
 
 
 def test_two_mixers_of_a_block_count_a_token_once():
@@ -430,3 +442,12 @@ def test_a_decoder_with_images_loads_by_name_with_all_its_weights(tmp_path, real
         assert type(again) is type(model) and torch.allclose(again(ids).logits, loaded(ids).logits, atol=1e-4)
         stored = load_file(path / "model.safetensors")
         assert {n for n in load_file(tmp_path / "m" / "model.safetensors") if "visual" in n} <= stored.keys()
+
+
+def test_a_decoder_without_attention_is_saved(tmp_path, tokens):
+    """Transformers' own cache serves no such model: what is saved is compared without one."""
+    model = built("lfm2", layer_types=["conv"] * 3)
+    result = apply([METHODS["rtn"](group_size=16)], model, tokens(1, 8))
+    save_compressed(result, tmp_path / "m")
+    ids = tokens(1, 8)[0]
+    assert torch.equal(load_compressed(tmp_path / "m")(ids, use_cache=False).logits, model(ids, use_cache=False).logits)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from compress import METHODS, apply
+from compress.apply import apply_each
 from compress.linear import CompressedLinear, is_linear, replace, sharing_copy
 from compress.recipe import parse_recipe
 from compress.walk import capture, lockstep, walk
@@ -337,6 +338,7 @@ import resource, sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from compress import METHODS, apply
+from compress.apply import apply_each
 from compress.walk import lockstep
 
 lockstep.HELD_BYTES = int(sys.argv[1])
@@ -403,6 +405,59 @@ def test_an_activation_that_is_not_finite_is_named(recipe, calibrate, tiny, toke
     named = r"the input of (model\.layers\.1\.mlp\.gate_proj|mlp\.gate_proj of block 1)"
     with pytest.raises(ValueError, match=rf"{step}: {named} holds NaN or infinity for `batches\[5\]`"):
         apply(methods, model, batches, calibrate=calibrate)
+
+
+@pytest.mark.parametrize("recipe", ["rtn(group_size=16)", "smoothquant", "wanda", "layer_drop(count=1, target=mlp)"])
+@pytest.mark.parametrize("block", [0, 1])
+def test_an_error_says_in_which_state_the_model_is(recipe, block, tiny, tokens):
+    """As it was, or partly compressed: then nothing goes on from it, and nothing saves it."""
+    model, batches = tiny("llama"), [batch.clamp(min=UNUSUAL + 1) for batch in tokens(8)]
+    ids, before = tokens(1, seed=3)[0], {name: value.clone() for name, value in model.state_dict().items()}
+    logits = model(ids).logits
+    batches[5][0, 3] = UNUSUAL
+    model.get_input_embeddings().weight[UNUSUAL] = 1e4
+    before["model.embed_tokens.weight"] = model.get_input_embeddings().weight.clone()
+    norm = model.model.layers[block].input_layernorm
+    handle = norm.register_forward_hook(lambda _, x, y: y.masked_fill(x[0].amax(-1, keepdim=True) > 5e3, float("nan")))
+    with pytest.raises(ValueError, match="the model in memory is") as error:
+        apply(parse_recipe(recipe), model, batches)
+    handle.remove()
+    now = model.state_dict()
+    if "as it was" in str(error.value):
+        assert now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in before)
+        assert torch.equal(model(ids).logits, logits)
+        apply(parse_recipe("rtn(group_size=16)"), model)
+        return
+    assert block == 1 and "partly compressed: load it again" in str(error.value)
+    with pytest.raises(ValueError, match=r"`model` is partly compressed: an earlier `apply` stopped \(NotFinite\)"):
+        apply(parse_recipe(recipe), model, tokens())
+    if any(isinstance(module, CompressedLinear) for module in model.modules()):
+        with pytest.raises(ValueError, match="`save_pretrained` cannot write compressed weights"):
+            model.save_pretrained("nowhere")
+
+
+def test_any_error_says_in_which_state_the_model_is(tiny, tokens, monkeypatch):
+    solve, calls = METHODS["rtn"].solve, iter([True] * 8)
+
+    def stops(self, W, statistics):
+        if not next(calls, False):
+            raise KeyboardInterrupt
+        return solve(self, W, statistics)
+
+    monkeypatch.setattr(METHODS["rtn"], "solve", stops)
+    model = tiny("llama")
+    with pytest.raises(KeyboardInterrupt) as error:
+        apply_each({"one": [METHODS["rtn"](group_size=16)]}, model, tokens())
+    assert not hasattr(error.value, "__notes__") and not any(isinstance(m, CompressedLinear) for m in model.modules())
+    with pytest.raises(KeyboardInterrupt) as error:
+        apply([METHODS["rtn"](group_size=16)], model, tokens())
+    assert error.value.__notes__ == ["After this error the model in memory is as it was."]
+    calls = iter([True] * 8)
+    with pytest.raises(KeyboardInterrupt) as error:
+        apply([METHODS["rtn"](group_size=16)], model, tokens())
+    assert "partly compressed: load it again before another try" in error.value.__notes__[0]
+    with pytest.raises(ValueError, match=r"an earlier `apply` stopped \(KeyboardInterrupt\)"):
+        apply_each({"one": [METHODS["rtn"](group_size=16)]}, model, tokens())
 
 
 @pytest.mark.parametrize(
