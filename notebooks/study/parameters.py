@@ -151,9 +151,10 @@ def check_parameters(values: dict[str, Any], declared: dict[str, Parameter]) -> 
         if not _fits(value, wanted):
             wants = f"must be {type_name(wanted)}, not {type(value).__name__}"
             raise ValueError(f"`{name}` (={short_repr(value)}) {wants}; its default is {declared[name].default!r}")
-        if not all(map(math.isfinite, _numbers(value))):
+        if not all(map(_in_range, _numbers(value))):
             raise ValueError(
-                f"`{name}` (={short_repr(value)}) must be finite; its default is {declared[name].default!r}"
+                f"`{name}` (={short_repr(value)}) must be finite, and below 2**63 in size if it is a whole number; "
+                f"its default is {declared[name].default!r}"
             )
     return {name: _typed(values.get(name, parameter.default), parameter.type) for name, parameter in declared.items()}
 
@@ -174,11 +175,16 @@ def bounded(text: str, most: int = 2000) -> str:
     return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
-def _numbers(value: Any) -> list[float]:
+def _numbers(value: Any) -> list[int | float]:
     """The numbers of a value that is a number or a list of numbers."""
     if isinstance(value, list):
         return [number for item in value for number in _numbers(item)]
-    return [value] if isinstance(value, float) else []
+    return [value] if isinstance(value, int | float) else []
+
+
+def _in_range(number: float) -> bool:
+    """Whether torch and numpy can hold a number."""
+    return abs(number) < 1 << 63 if isinstance(number, int) else math.isfinite(number)
 
 
 def from_here(name: str, value: Any, place: Path | None = None) -> Any:
@@ -222,7 +228,7 @@ def _typed(value: Any, wanted: Any) -> Any:
     if typing.get_origin(wanted) is list:
         return [_typed(item, typing.get_args(wanted)[0]) for item in value]
     among = typing.get_args(wanted) or (wanted,)
-    return float(value) if type(value) is int and float in among and int not in among else value
+    return float(value) if type(value) is int and float in among and int not in among and _in_range(value) else value
 
 
 def values_in(namespace: dict[str, Any], declared: dict[str, Parameter]) -> dict[str, Any]:

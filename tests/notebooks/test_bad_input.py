@@ -132,6 +132,8 @@ CASES: list[tuple[str, str, Callable[[Path], object] | None, str]] = [
     ("A full disk", "plan gptq -p model_name tiny", None, "nothing can be written"),
     ("A number that is not finite", "plan recipe -p model_name tiny -p temperatures '[Infinity]'",
      None, "must be finite"),
+    ("A whole number of more than 64 bits", "plan gptq -p model_name tiny -p seed 18446744073709551616",
+     None, "below 2**63"),
     ("A magic in the parameters cell", "plan magic.ipynb", _magic, "no magics"),
     ("3,000 nested brackets", "plan deep.yml",
      _file("deep.yml", f"notebook: gptq\nbase: {_DEEP}"), "nested too deeply"),

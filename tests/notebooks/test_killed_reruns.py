@@ -173,7 +173,7 @@ def test_a_repair_that_is_killed_anywhere_is_repaired(operation, tmp_path):
         check(case.folder, case.model)
         if not killed:
             break
-    assert at > 5
+    assert at > 3, "a repair makes several file operations; few are left behind the last ones of a promotion"
 
 
 def test_models_that_killed_attempts_saved_elsewhere_are_removed(tmp_path):

@@ -514,6 +514,7 @@ def test_command_of_a_record_says_what_papermill_understands(tmp_path):
 
 def test_values_from_a_command_line():
     assert parse_value("010", str) == "010" and parse_value("3", int) == 3 and parse_value("0.5", float) == 0.5
+    assert parse_value(str(10**400), float) == 10**400, "checked later, by its name"
     assert parse_value("1", float) == 1.0 and type(parse_value("1", float)) is float
     assert parse_value("true", bool) is True and parse_value("False", bool) is False
     assert parse_value("null", int | None) is None and parse_value("x", int) == "x"
