@@ -136,11 +136,12 @@ def _cards(outcomes: Sequence[RunOutcome], found: Sequence[Variant]) -> list[tup
     own = [v for v in own if v.weights == weights]
     for kind, words, shown in _LOSSES:
         scored = [v for v in own if any(q.kind == kind for q in v.effects)]
-        costs = [(cost, v.number, v) for v in scored if (cost := mean_cost(v, shared(own, kind))) is not None]
+        alike = shared(own, kind)
+        costs = [(cost, v.number, v) for v in scored if (cost := mean_cost(v, alike)) is not None]
         if len(costs) > 1 or len(scored) == 1:  # else no two were measured alike
             cost, _, best = min(costs)
-            alike = f" of {len(costs)} that were measured alike" * (len(costs) < len(scored))
-            cards.append((shown(cost), f"{words}, the least loss{alike}: {clean(best.label, 70)}"))
+            among = f" of {len(costs)} that were measured alike" * (len(costs) < len(scored))
+            cards.append((shown(cost), f"{words}, the least loss{among}: {clean(best.label, 70)}"))
         if scored:
             break
     for kind, words in (("stored", "smaller, the most"), ("decode", "decode speed against its own baseline, the most")):

@@ -131,9 +131,10 @@ def mean_cost(v: Variant, quantities: Sequence[Quantity]) -> float | None:
 def of_run(run: RunOutcome) -> list[Variant]:
     """The models of one run."""
     record = run.measured
-    made = []
+    made, of_baseline = [], {}
     for name in (name for name in dict.fromkeys(("baseline", *record.scores)) if name in record.scores):
         numbers, effects, higher = measured(record, name)
+        of_baseline = numbers if name == "baseline" else of_baseline
         recipe = record.recipe_of(name)
         made.append(
             Variant(
@@ -147,7 +148,7 @@ def of_run(run: RunOutcome) -> list[Variant]:
                 numbers,
                 effects,
                 higher=higher,
-                lost=lost(record, name, numbers),
+                lost=lost(record, name, numbers, of_baseline),
             )
         )
     return made
@@ -203,7 +204,7 @@ def measured(record: RunRecord, name: str) -> tuple[Numbers, Effects, dict[Quant
     return numbers, effects, higher
 
 
-def lost(record: RunRecord, name: str, numbers: Numbers) -> frozenset[Quantity]:
+def lost(record: RunRecord, name: str, numbers: Numbers, of_baseline: Numbers) -> frozenset[Quantity]:
     """Measures of accuracy that this model should have and that `numbers` lacks: those whose value in the record is not
     finite, and those of the baseline, unless this model was measured by none of their kind."""
     own, expected = record.scores[name], {}
@@ -216,8 +217,7 @@ def lost(record: RunRecord, name: str, numbers: Numbers) -> frozenset[Quantity]:
     found = {q for q, value in expected.items() if value is not None and _known(value) is None}
     if name != "baseline":
         measured_kinds = {q.kind for q in numbers} | ({"task", "perplexity"} if name == "compressed" else set())
-        there = measured(record, "baseline")[0] if "baseline" in record.scores else {}
-        found |= {q for q in there if q.kind in ACCURACY and q.kind in measured_kinds and q not in numbers}
+        found |= {q for q in of_baseline if q.kind in ACCURACY and q.kind in measured_kinds and q not in numbers}
     return frozenset(found)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from eval.record.schema import read_record
+from reports.compare import compare as compare_module
+from reports.compare import variants as variants_module
 from reports.compare.compare import RunOutcome, compare_page, compare_two, leaderboard, render_comparison
 from reports.compare.environment import differences, machines
 from reports.compare.excerpts import flips, generations
@@ -819,6 +821,16 @@ def test_ranks_and_cards_compare_shared_measures_only():
 
 
 OTHERS = [pytest.param(*other, marks=pytest.mark.slow) for other in (("dark", 1280), ("light", 320))]
+
+
+def test_what_all_models_share_is_found_once(monkeypatch):
+    """It is looked for among all models: once for every model, a page of 2,000 runs would take minutes."""
+    asked, found = [], variants_module.shared
+    for module in (variants_module, compare_module):
+        monkeypatch.setattr(module, "shared", lambda own, kind: asked.append(kind) or found(own, kind))
+    runs = [make_run(str(i), make_record(str(i), {"compressed": one(100, 80, 0.02 * i)})) for i in range(1, 9)]
+    compare_page(runs)
+    assert 0 < len(asked) < len(runs)
 
 
 @pytest.mark.parametrize("scheme, width", [("light", 1280), ("dark", 320), *OTHERS])
