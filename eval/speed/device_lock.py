@@ -174,8 +174,16 @@ def _strike(name: str) -> None:
 
 
 def _folder() -> Path:
-    """The folder of the locks: in the user's own cache folder, unless $WORKBENCH_LOCKS names another."""
-    return Path(os.environ[LOCKS]) if os.environ.get(LOCKS) else cache_folder("locks")
+    """The folder of the locks: in the user's own cache folder, unless $WORKBENCH_LOCKS names another.
+
+    Raises:
+        ValueError: that one is not there. It is not made, because others than its maker may have to write there.
+    """
+    if not (folder := os.environ.get(LOCKS)):
+        return cache_folder("locks")
+    if not Path(folder).is_dir():
+        raise ValueError(f"`{LOCKS}` (={folder!r}) must be a folder in which every user of this machine may write")
+    return Path(folder)
 
 
 def _file(name: str) -> IO:

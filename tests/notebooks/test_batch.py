@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from eval.record.schema import read_record
+from eval.speed.device_lock import undisturbed
 from notebooks.batch import job as jobs
 from notebooks.batch import leases, pages
 from notebooks.batch.engines.local import Local
@@ -526,6 +527,12 @@ def test_a_notebook_may_run_a_sweep(sweep, runs):
     thread.start()
     thread.join()
     assert [outcome.status for outcome in found] == ["finished"]
+
+
+def test_a_folder_of_locks_that_is_not_there_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORKBENCH_LOCKS", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"`WORKBENCH_LOCKS` \(='.*none'\) must be a folder"), undisturbed("cpu"):
+        pass
 
 
 @pytest.mark.slow
