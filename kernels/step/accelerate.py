@@ -22,11 +22,11 @@ from kernels.step.assemble import NativeStep, native_step, step_of
 from kernels.step.cache import AttendingCache, LayerRoom, LentRooms, RoomyLayer, roomy, static_cache
 from kernels.step.decoder import ACCELERATION, NotNative, recognise
 from kernels.step.forward import DecoderForward, NativePrompt, native_prompt
-from kernels.step.generate import generate
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.in_parts import StepInParts
 from kernels.step.native import MOST_TOKENS
 from kernels.step.outputs import check_outputs
+from kernels.step.writing.generate import generate
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LAID_OUT = 512  # length of the prompts for which dense weights are laid out, in tokens

@@ -19,7 +19,7 @@ from compress import load_model
 from compress.kv import attach
 from compress.recipe import parse_recipe
 from kernels import native
-from kernels.step import sampling
+from kernels.step.writing import sampling
 from kernels.step.accelerate import accelerate
 
 pytestmark = pytest.mark.skipif(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels.step.decoder import ACCELERATION, NotNative
-from kernels.step.generate import generate
 from kernels.step.gpu.graphs import LEAST, Graphs, GraphSteps
+from kernels.step.writing.generate import generate
 
 
 def accelerate_by_graphs(model: nn.Module, graphs: Graphs) -> None:

@@ -155,7 +155,7 @@ class Graphs:
 
 
 class GraphSteps:
-    """Steps behind a prompt in a cache that `generate` made: the interface of `kernels.step.generate`.
+    """Steps behind a prompt in a cache that `generate` made: the interface of `kernels.step.writing.generate`.
 
     The cache's tensors are copied into those of the graph, and back by `finish`. Until then no other `GraphSteps` of
     these graphs may exist.

@@ -23,7 +23,7 @@ from transformers.generation import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from kernels.step.sampling import choice_of
+from kernels.step.writing.sampling import choice_of
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # the model's other inputs
