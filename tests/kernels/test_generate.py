@@ -19,8 +19,8 @@ from compress import load_model
 from compress.kv import attach
 from compress.recipe import parse_recipe
 from kernels import native
-from kernels.step.writing import sampling
 from kernels.step.accelerate import accelerate
+from kernels.step.writing import sampling
 
 pytestmark = pytest.mark.skipif(
     native.why_not() is not None or native.isa(torch.bfloat16) == "portable", reason="no C++ kernels here"
