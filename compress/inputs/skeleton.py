@@ -18,7 +18,7 @@ from compress.checkpoint.shards import Shards
 from compress.checkpoint.tied import differ, set_tied
 from compress.embedding import find_ends
 from compress.inputs.embedded import gguf_file
-from compress.inputs.gguf import check_header, converted_folder
+from compress.inputs.gguf import check_header, check_outline, converted_folder
 from compress.inputs.model import decoder_config, located, tiny_config
 from kernels.errors import first_line
 
@@ -34,7 +34,7 @@ def skeleton(model_name: str) -> nn.Module:
         return _outline(tiny_config())
     if path := gguf_file(model_name):
         folder = converted_folder(path)
-        return _outline(decoder_config(model_name, str(folder)) if folder.is_dir() else _gguf_config(model_name, path))
+        return _outline(decoder_config(model_name, str(folder))) if folder.is_dir() else _of_gguf(model_name, path)
     folder = Path(located(model_name))
     _check_files(model_name, folder)
     if (folder / LAYOUT).is_file():
@@ -83,13 +83,12 @@ def cheap_tokenizer(model_name: str) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def _gguf_config(model_name: str, path: Path):
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ValueError(f"`model_name` (={model_name!r}) is not a GGUF file: its first bytes are not GGUF")
+def _of_gguf(model_name: str, path: Path) -> nn.Module:
     try:
         check_header(path)
-        return decoder_config(model_name, str(path.parent), gguf_file=path.name)
+        outline = _outline(decoder_config(model_name, str(path.parent), gguf_file=path.name))
+        check_outline(outline, path)
+        return outline
     except Exception as error:  # a damaged header may lead to any error of the reader
         said = first_line(error)
         raise ValueError(
