@@ -29,6 +29,7 @@ from compress.inputs.skeleton import skeleton
 from compress.recipe import parse_recipe
 
 LIMIT = 60  # seconds for one folder
+LINEAR, NORM = "model.layers.0.mlp.up_proj", "model.layers.0.input_layernorm"
 OWN = {  # recipes by the format of weights, or the transform, that they store
     "int_group": "rtn(bits=4, group_size=32, symmetric=False)",
     "csr": "rtn(bits=3, group_size=32), outlier_entries(share=0.02)",
@@ -162,7 +163,8 @@ def damage(folder, rng):
     return not hostile and (folder / CHECKSUMS).is_file(), f"{file.name}: {how.__name__}"
 
 
-# Loads each folder that it reads from its input, and prints the outcome; errors, and where it hangs, go to stderr.
+# Loads each folder that it reads from its input, into memory or with its weights on disk, or takes its shapes as a plan
+# does, and prints the outcome; errors, and where it hangs, go to stderr.
 LOADER = """
 import sys, faulthandler, resource, shutil, warnings
 warnings.filterwarnings("ignore")
@@ -172,13 +174,15 @@ torch.set_num_threads(1)
 from pathlib import Path
 from compress.inputs.model import _from_folder
 from compress.inputs import gguf
+from compress.inputs.skeleton import skeleton
 faulthandler.enable()
 resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
 ids = torch.arange(24)[None] * 7 % 96
 gguf.converted_folder = lambda path: path.with_suffix("")
 expected = None
 for line in sys.stdin:
-    reference, place = (Path(part) for part in line.strip().split("|"))
+    way, reference, place = line.strip().split("|")
+    reference, place = Path(reference), Path(place)
     if reference == place:
         expected = None
     faulthandler.dump_traceback_later(float(sys.argv[1]))
@@ -186,12 +190,15 @@ for line in sys.stdin:
         if place.suffix == ".gguf":
             shutil.rmtree(place.with_suffix(""), ignore_errors=True)
             model = _from_folder(str(gguf.converted(place)), torch.float32, None)
+        elif way == "plan":
+            skeleton.cache_clear()
+            shapes = [(name, *tensor.shape) for name, tensor in skeleton(str(place)).state_dict().items()]
         else:
-            model = _from_folder(str(place), torch.float32, None)
+            model = _from_folder(str(place), torch.float32, ("cpu", "") if way == "disk" else None)
         y = None
         try:
             with torch.no_grad():
-                y = model(ids).logits.float()
+                y = torch.tensor(list(str(shapes).encode())) if way == "plan" else model(ids).logits.float()
         except Exception as error:
             said = f"loaded, the pass raises {type(error).__name__}"
         if y is not None:
@@ -215,8 +222,8 @@ class Loader:
     def __init__(self, errors):
         self.process, self.reference, self.errors = None, None, errors
 
-    def outcome(self, place, reference):
-        """The outcome of loading `place`, whose original is `reference`."""
+    def outcome(self, place, reference, way):
+        """The outcome of loading `place`, whose original is `reference`, in a way: "memory", "disk" or "plan"."""
         self.errors.write_text("")
         if self.process is None:
             self.reference = None
@@ -225,16 +232,16 @@ class Loader:
                     [sys.executable, "-c", LOADER, str(LIMIT - 5)], text=True, stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE, stderr=errors,
                 )  # fmt: skip
-        if self.reference != reference:
-            assert self._ask(reference, reference, 5 * LIMIT) == "same"
-            self.reference = reference
-        said = self._ask(reference, place, LIMIT)
+        if self.reference != (reference, way):
+            assert self._ask(f"{way}|{reference}|{reference}", 5 * LIMIT) == "same"
+            self.reference = reference, way
+        said = self._ask(f"{way}|{reference}|{place}", LIMIT)
         if said in ("hang", "crash"):
             self.close()
         return said
 
-    def _ask(self, reference, place, limit):
-        self.process.stdin.write(f"{reference}|{place}\n")
+    def _ask(self, line, limit):
+        self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
         if not select.select([self.process.stdout], [], [], limit)[0]:
             return "hang"
@@ -254,7 +261,7 @@ def loader(tmp_path_factory):
     one.close()
 
 
-def outcomes(loader, source, work, count, spoil=damage, seed=1):
+def outcomes(loader, source, work, count, spoil=damage, seed=1, way="memory"):
     """{outcome: number} of `count` damaged copies, and examples; checksums must refuse what they can tell."""
     rng, found, examples = random.Random(seed), Counter(), {}
     place = work / source.name
@@ -265,8 +272,8 @@ def outcomes(loader, source, work, count, spoil=damage, seed=1):
         else:
             shutil.copy(source, place)
         tells, what = spoil(place, rng)
-        said = loader.outcome(place, source)
-        if tells and said != "refused":
+        said = loader.outcome(place, source, way)
+        if tells and way != "plan" and said != "refused":
             said = f"{said}, in spite of its checksum"
         found[said] += 1
         if said.startswith(("raw", "crash", "hang")):
@@ -281,15 +288,18 @@ def check(found, examples):
     assert not wrong, f"{dict(found)}: {wrong}"
 
 
-MANY = [pytest.param(kind, 500, marks=pytest.mark.slow) for kind in (*OWN, *OTHERS, "transformers")]
+KINDS = [*((kind, "memory") for kind in (*OWN, *OTHERS)), *((kind, "disk") for kind in OWN if kind != "embedding"),
+         *(("transformers", way) for way in ("memory", "disk", "plan")), ("int_group", "plan")]  # fmt: skip
+MANY = [pytest.param(*kind, 500, marks=pytest.mark.slow) for kind in KINDS]
+FEW = [("csr", "memory", 8), ("transformers", "memory", 8), ("csr", "disk", 8), ("transformers", "plan", 8)]
 
 
-@pytest.mark.parametrize("kind, count", [("csr", 8), ("transformers", 8), *MANY])
-def test_damaged_folders_are_refused_by_name(kind, count, loader, tiny, tokens, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind, way, count", FEW + MANY)
+def test_damaged_folders_are_refused_by_name(kind, way, count, loader, tiny, tokens, tmp_path, monkeypatch):
     monkeypatch.setattr(checksums, "sync", lambda path: None)  # a disk would take longer than all the rest
     folder = made(kind, tiny, tokens, tmp_path / "made" / "m")
     (tmp_path / "work").mkdir()
-    check(*outcomes(loader, folder, tmp_path / "work", count))
+    check(*outcomes(loader, folder, tmp_path / "work", count, way=way))
 
 
 def of_gguf(file, rng):
@@ -423,6 +433,41 @@ def test_sizes_of_a_config_are_compared_with_the_files(key, value, tiny, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(ValueError, match=rf"config.json has `{key}` .*, and there are \d+"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "key, value", [("architectures", 5), ("architectures", [5]), ("rope_parameters", {"rope_type": 5})]
+)
+def test_a_plan_names_the_model_whose_config_is_damaged(key, value, tiny, tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    for reads in (skeleton, load_model):
+        with pytest.raises(ValueError, match=f"`model_name` .='{tmp_path}'"):
+            reads(str(tmp_path))
+
+
+@pytest.mark.parametrize("damaged, message", [
+    (lambda layout, tensors: layout["linears"][LINEAR]["parts"][0].update(group_size=5), "`group_size` .=5. of a stored"),
+    (lambda layout, tensors: layout["linears"][LINEAR]["parts"][0].pop("symmetric"), "may be damaged"),
+    (lambda layout, tensors: tensors[f"{LINEAR}.parts.1.columns"].fill_(99), "`columns` of a stored weight holds"),
+    (lambda layout, tensors: tensors.pop(f"{LINEAR}.parts.0.codes"), "`codes` of a stored weight .* is missing"),
+    (lambda layout, tensors: tensors.update({f"{NORM}.weight": torch.ones(32)}), "has the shape .* in its file"),
+    (lambda layout, tensors: tensors.update({f"{NORM}.bias": torch.ones(64)}), "does not use 1 of the weights"),
+])  # fmt: skip
+def test_weights_on_disk_are_checked_when_they_are_loaded(damaged, message, tiny, tokens, tmp_path):
+    """And not in the middle of a pass, when their block is read."""
+    folder = save_compressed(apply(parse_recipe(OWN["csr"]), tiny("llama"), tokens(6, 32)), tmp_path / "m")
+    _from_folder(str(folder), torch.float32, ("cpu", tmp_path / "changed"))
+    layout = json.loads((folder / "workbench.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    damaged(layout, tensors)
+    (folder / "workbench.json").write_text(json.dumps(layout))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_checksums(folder)
+    with pytest.raises(ValueError, match=message) as refused:
+        _from_folder(str(folder), torch.float32, ("cpu", tmp_path / "changed"))
+    assert str(folder) in str(refused.value)
 
 
 def test_other_libraries_refuse_a_folder_by_name(tiny, tokens, tmp_path):
