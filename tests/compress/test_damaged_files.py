@@ -288,7 +288,7 @@ def check(found, examples):
     assert not wrong, f"{dict(found)}: {wrong}"
 
 
-KINDS = [*((kind, "memory") for kind in (*OWN, *OTHERS)), *((kind, "disk") for kind in OWN if kind != "embedding"),
+KINDS = [*((kind, "memory") for kind in (*OWN, *OTHERS)), *((kind, "disk") for kind in OWN if kind not in ("embedding", "rotation")),
          *(("transformers", way) for way in ("memory", "disk", "plan")), ("int_group", "plan")]  # fmt: skip
 MANY = [pytest.param(*kind, 500, marks=pytest.mark.slow) for kind in KINDS]
 FEW = [("csr", "memory", 8), ("transformers", "memory", 8), ("csr", "disk", 8), ("transformers", "plan", 8)]
