@@ -127,12 +127,24 @@ def check_sizes(config: dict[str, Any], tensors: int, bits: int, where: str) -> 
         where: the file, as the beginning of the message.
     """
     for key, value in config.items():
-        most = tensors if _LAYERS.fullmatch(key) else bits
-        if most is bits and (not _SIZES.fullmatch(key) or _NO_SIZES.fullmatch(key)):
-            continue
-        if isinstance(value, int | float) and value > most:
-            held = f"{tensors} tensors" if most is tensors else f"{bits // 8} bytes of weights"
-            raise ValueError(f"{where} has `{key}` (={value}), and there are {held}")
+        if _LAYERS.fullmatch(key):
+            check_size(key, value, tensors, "tensors", where)
+        elif _SIZES.fullmatch(key) and not _NO_SIZES.fullmatch(key):
+            check_size(key, value, bits, "bits", where)
+
+
+def check_size(key: str, value: Any, most: int, unit: str, where: str) -> None:
+    """Raise ValueError if a size is larger than the number of tensors, or of bits, that the weights have.
+
+    Args:
+        key: the size's name in the file.
+        value: the size; what is not a number is left to the code that reads it.
+        unit: of `most`: "tensors" or "bits".
+        where: the file, as the beginning of the message.
+    """
+    if isinstance(value, int | float) and value > most:
+        held = f"{most} tensors" if unit == "tensors" else f"{most // 8} bytes of weights"
+        raise ValueError(f"{where} has `{key}` (={value}), and there are {held}")
 
 
 def check_parameters(model: nn.Module, folder: Path) -> None:
@@ -140,11 +152,17 @@ def check_parameters(model: nn.Module, folder: Path) -> None:
     if not (folder / INDEX).is_file() and not (folder / ONE_FILE).is_file():
         return
     bits = 8 * sum((folder / file).stat().st_size for file in set(weight_files(folder).values()))
+    check_count(model, bits, f"`path` (={str(folder)!r}): {CONFIG}")
+
+
+def check_count(model: nn.Module, bits: int, where: str) -> None:
+    """Raise ValueError if a model on the meta device has more parameters than there are bits of weights.
+
+    Args:
+        where: the file that describes the model, as the beginning of the message.
+    """
     if (count := sum(p.numel() for p in model.parameters())) > bits:
-        raise ValueError(
-            f"`path` (={str(folder)!r}): the model of {CONFIG} has {count} parameters, and there are {bits // 8} bytes "
-            "of weights"
-        )
+        raise ValueError(f"{where} describes a model of {count} parameters, and there are {bits // 8} bytes of weights")
 
 
 def check_filled(model: nn.Module, lacking: Iterable[str], unused: Iterable[str] = ()) -> None:

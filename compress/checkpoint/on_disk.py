@@ -5,13 +5,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from compress.checkpoint.checksums import CHECKSUMS, check_files
-from compress.checkpoint.files import INDEX, check_filled, reading, weight_files
+from compress.checkpoint.files import CONFIG, INDEX, check_filled, reading, weight_files
 from compress.checkpoint.load import (
     COMPUTED,
     dtype_of,
@@ -24,6 +25,7 @@ from compress.checkpoint.load import (
 from compress.checkpoint.shards import SHARD_BYTES
 from compress.kv.attach import attach
 from compress.kv.policy import cache_method
+from compress.linear import CompressedLinear
 from compress.result import refuse_save_pretrained
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Tail, advance, block_calls, device_of, on_device
@@ -88,6 +90,7 @@ def _load_on_disk(folder: Path, dtype: torch.dtype | None, home: str, offload_pa
         model.to(dtype)
     for name, spec in layout["linears"].items():
         put_linear(model, name, AwayLinear(spec, saved, dtype))
+    _check_stored(model, layout["linears"], state, saved)
     first = {id(p): state[name] for name, p in model.named_parameters(remove_duplicate=False) if name in state}
     tied = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if id(p) in first}
     check_filled(model, [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in tied])
@@ -100,6 +103,38 @@ def _load_on_disk(folder: Path, dtype: torch.dtype | None, home: str, offload_pa
     if caches := [cache_method(one["method"], one["knobs"]) for one in layout["caches"]]:
         attach(model, caches)
     return model
+
+
+def _check_stored(
+    model: nn.Module, linears: Mapping[str, dict[str, Any]], stored: Mapping[str, OnDisk], dtype: torch.dtype
+) -> None:
+    """Check every stored weight when the folder is loaded, and not when a pass reads its block.
+
+    Each compressed linear is made once, and let go.
+
+    Args:
+        linears: their descriptions by name.
+        stored: the tensors of the folder by name.
+        dtype: the saved dtype of the activations.
+
+    Raises:
+        ValueError: a compressed linear cannot be made from its tensors, the model has no place for a tensor, or a
+            tensor has another shape.
+    """
+    own: dict[str, dict[str, OnDisk]] = {name: {} for name in linears}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    unused = []
+    for name, tensor in stored.items():
+        owner = next((name[:at] for at, letter in enumerate(name) if letter == "." and name[:at] in own), None)
+        if owner is not None:
+            own[owner][name.removeprefix(f"{owner}.")] = tensor
+        elif name not in shapes:
+            unused.append(name)
+        elif shapes[name] != tensor.shape:
+            raise ValueError(f"{name} has the shape {tensor.shape} in its file and {shapes[name]} by {CONFIG}")
+    check_filled(model, (), unused)
+    for name, spec in linears.items():
+        CompressedLinear.from_tensors(spec, {key: tensor.read() for key, tensor in own[name].items()}, dtype)
 
 
 def write_offloaded(model: nn.Module, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:

@@ -4,16 +4,20 @@ grid, and kept in the user's cache folder."""
 import hashlib
 import importlib.util
 import os
+import struct
 import warnings
+from dataclasses import dataclass
 from importlib.metadata import version
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from compress.checkpoint.files import check_filled, check_sizes, reading
+from compress.checkpoint.classes import auto_class
+from compress.checkpoint.files import check_count, check_filled, check_size, reading
 from compress.checkpoint.tied import settle_tying
 from compress.walk.shards import WorkFolder
 from kernels.files import sync
@@ -21,7 +25,14 @@ from kernels.source import code_sha256
 from kernels.user_cache import cache_folder
 
 # Sizes in a file's header, below the name of its architecture.
-SIZES = ("embedding_length", "feed_forward_length", "vocab_size", "expert_count", "attention.head_count")
+SIZES = (
+    "embedding_length", "feed_forward_length", "vocab_size", "expert_count", "expert_feed_forward_length",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "rope.dimension_count",
+)  # fmt: skip
+WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number, by its type
+TEXT, ARRAY = 8, 9  # the types of the other values
+MOST_DIMENSIONS = 4  # of a tensor
 SEED = 0  # seed of the shuffle; part of the cache key
 
 
@@ -74,21 +85,93 @@ def check_header(path: Path) -> None:
     from gguf import GGUFReader
 
     with reading(path):
+        _check_extent(path)
         header = GGUFReader(path)
         architecture = header.fields["general.architecture"].contents()
         sizes = {key.removeprefix(f"{architecture}."): field for key, field in header.fields.items()}
-        names = {"block_count": "num_layers", **{key: f"num_{key}" for key in SIZES}}
-        config = {names[key]: field.contents() for key, field in sizes.items() if key in names}
         if (
             lacking := {"block_count", "embedding_length"} - sizes.keys()
         ):  # transformers would take those of a large model
             raise ValueError(f"{str(path)!r} does not say its {min(lacking)}; download or copy it again")
-        check_sizes(config, len(header.tensors), 8 * path.stat().st_size, f"{str(path)!r}")
+        most = {"block_count": (len(header.tensors), "tensors"), **dict.fromkeys(SIZES, (_bits(path), "bits"))}
+        for key, held in most.items():
+            if key in sizes:
+                check_size(key, sizes[key].contents(), *held, f"{str(path)!r}")
+
+
+def check_outline(model: nn.Module, path: Path) -> None:
+    """Raise ValueError if a model on the meta device has more parameters than its GGUF file has bits."""
+    check_count(model, _bits(path), f"{str(path)!r}")
+
+
+def _bits(path: Path) -> int:
+    return 8 * path.stat().st_size
+
+
+@dataclass
+class _Cursor:
+    """A place in the header of a GGUF file; every step stays inside of the file."""
+
+    content: mmap
+    at: int = 4  # behind the letters GGUF
+    order: str = "<"
+
+    def skip(self, count: int) -> int:
+        """The place before a step of `count` bytes."""
+        if count > len(self.content) - self.at:
+            raise ValueError(f"its header is damaged: {count} bytes from byte {self.at} on are beyond the file's end")
+        self.at += count
+        return self.at - count
+
+    def number(self, kind: str) -> int:
+        return struct.unpack_from(self.order + kind, self.content, self.skip(struct.calcsize("=" + kind)))[0]
+
+    def skip_text(self) -> None:
+        self.skip(self.number("Q"))
+
+    def skip_value(self, kind: int, count: int = 1) -> None:
+        """Step over values; numbers at once, however many there are."""
+        if kind in WIDTHS:
+            self.skip(count * WIDTHS[kind])
+            return
+        for _ in range(count):
+            if kind == TEXT:
+                self.skip_text()
+            elif kind == ARRAY:
+                self.skip_value(self.number("I"), self.number("Q"))
+            else:
+                raise ValueError(f"its header is damaged: a value before byte {self.at} is of type {kind}")
+
+
+def _check_extent(path: Path) -> None:
+    """Raise ValueError if the header of a GGUF file does not end inside of the file.
+
+    The package `gguf` reads arrays of numbers one by one and does not see the file's end: a length with a flipped bit
+    makes it read nothing for hours.
+    """
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+        if content[:4] != b"GGUF":
+            raise ValueError("its first bytes are not GGUF")
+        header = _Cursor(content)
+        if header.number("I") % 2**16 == 0:  # the version, in the other byte order
+            header.order = ">"
+        tensors, fields = header.number("Q"), header.number("Q")
+        for _ in range(fields):
+            header.skip_text()
+            header.skip_value(header.number("I"))
+        for _ in range(tensors):
+            header.skip_text()
+            if (dimensions := header.number("I")) > MOST_DIMENSIONS:
+                raise ValueError(f"its header is damaged: a tensor has {dimensions} dimensions")
+            header.skip(8 * dimensions + 4 + 8)  # the dimensions, the type of the values, their place
 
 
 def _convert(path: Path, target: Path) -> None:
     check_header(path)
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "trust_remote_code": False}
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(**where)
+        check_outline(auto_class(config).from_config(config, trust_remote_code=False), path)
     tokenizer = AutoTokenizer.from_pretrained(**where)
     loaded, info = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
     check_filled(loaded, info["missing_keys"], info["unexpected_keys"])

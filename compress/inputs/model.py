@@ -218,11 +218,13 @@ def decoder_config(model_name: str, folder: str, **more: str) -> PretrainedConfi
             check_config(Path(folder))
         with quick_to_fail():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **_pinned(folder), **more)
+        architectures = getattr(config, "architectures", None) or []
+        if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+            raise ValueError(f"the `architectures` (={architectures!r:.80}) of its config.json must be a list of names")
     except Exception as error:  # a damaged file can lead to any error of the libraries that parse it
         raise ValueError(
             f"`model_name` (={model_name!r}) is not there or cannot be read: {first_line(error)}; {_what_would_do()}"
         ) from error
-    architectures = getattr(config, "architectures", None) or []
     if not has_decoder(config):
         raise ValueError(
             f"`model_name` (={model_name!r}) is not a decoder: its architecture is "

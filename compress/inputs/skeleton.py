@@ -18,9 +18,9 @@ from compress.checkpoint.shards import Shards
 from compress.checkpoint.tied import differ, set_tied
 from compress.embedding import find_ends
 from compress.inputs.embedded import gguf_file
-from compress.inputs.gguf import check_header, converted_folder
+from compress.inputs.gguf import check_header, check_outline, converted_folder
 from compress.inputs.model import decoder_config, located, tiny_config
-from kernels.errors import first_line
+from kernels.errors import first_line, kind_and_first_line
 
 
 @cache
@@ -31,26 +31,33 @@ def skeleton(model_name: str) -> nn.Module:
         ValueError: the model does not exist, is not a decoder, or has a damaged file.
     """
     if model_name == "tiny":
-        return _outline(tiny_config())
+        return _outline(tiny_config(), model_name)
     if path := gguf_file(model_name):
         folder = converted_folder(path)
-        return _outline(decoder_config(model_name, str(folder)) if folder.is_dir() else _gguf_config(model_name, path))
+        if not folder.is_dir():
+            return _of_gguf(model_name, path)
+        return _outline(decoder_config(model_name, str(folder)), model_name)
     folder = Path(located(model_name))
     _check_files(model_name, folder)
     if (folder / LAYOUT).is_file():
         return _saved_skeleton(model_name, folder)
     config = decoder_config(model_name, located(model_name))
-    model = _outline(config)
+    model = _outline(config, model_name)
     ends = find_ends(model)
     if ends.tied and _apart(folder, f"{ends.embedding}.weight", f"{ends.head}.weight"):
         set_tied(config, False)
-        model = _outline(config)
+        model = _outline(config, model_name)
     return model
 
 
-def _outline(config: PreTrainedConfig) -> nn.Module:
-    with torch.device("meta"):
-        return auto_class(config).from_config(config, trust_remote_code=False)
+def _outline(config: PreTrainedConfig, model_name: str) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return auto_class(config).from_config(config, trust_remote_code=False)
+    except Exception as error:  # a damaged config may lead to any error of the model's class
+        raise ValueError(
+            f"`model_name` (={model_name!r}): its config describes no model ({kind_and_first_line(error)})"
+        ) from error
 
 
 def _apart(folder: Path, embedding: str, head: str) -> bool:
@@ -83,13 +90,12 @@ def cheap_tokenizer(model_name: str) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def _gguf_config(model_name: str, path: Path):
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ValueError(f"`model_name` (={model_name!r}) is not a GGUF file: its first bytes are not GGUF")
+def _of_gguf(model_name: str, path: Path) -> nn.Module:
     try:
         check_header(path)
-        return decoder_config(model_name, str(path.parent), gguf_file=path.name)
+        outline = _outline(decoder_config(model_name, str(path.parent), gguf_file=path.name), model_name)
+        check_outline(outline, path)
+        return outline
     except Exception as error:  # a damaged header may lead to any error of the reader
         said = first_line(error)
         raise ValueError(

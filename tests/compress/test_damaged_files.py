@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 from collections import Counter
-from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -24,11 +23,13 @@ from compress import apply, load_compressed, load_model, save_compressed
 from compress.checkpoint import checksums
 from compress.checkpoint.checksums import CHECKSUMS, NOT_COUNTED, write_checksums
 from compress.formats import CsrWeight
-from compress.inputs.gguf import _convert
+from compress.inputs.gguf import _convert, converted
 from compress.inputs.model import _from_folder
+from compress.inputs.skeleton import skeleton
 from compress.recipe import parse_recipe
 
 LIMIT = 60  # seconds for one folder
+LINEAR, NORM = "model.layers.0.mlp.up_proj", "model.layers.0.input_layernorm"
 OWN = {  # recipes by the format of weights, or the transform, that they store
     "int_group": "rtn(bits=4, group_size=32, symmetric=False)",
     "csr": "rtn(bits=3, group_size=32), outlier_entries(share=0.02)",
@@ -162,9 +163,10 @@ def damage(folder, rng):
     return not hostile and (folder / CHECKSUMS).is_file(), f"{file.name}: {how.__name__}"
 
 
-# Loads each folder that it reads from its input, and prints the outcome.
+# Loads each folder that it reads from its input, into memory or with its weights on disk, or takes its shapes as a plan
+# does, and prints the outcome; errors, and where it hangs, go to stderr.
 LOADER = """
-import sys, resource, shutil, types, warnings
+import sys, faulthandler, resource, shutil, warnings
 warnings.filterwarnings("ignore")
 import torch, transformers
 transformers.logging.set_verbosity(50)
@@ -172,26 +174,31 @@ torch.set_num_threads(1)
 from pathlib import Path
 from compress.inputs.model import _from_folder
 from compress.inputs import gguf
+from compress.inputs.skeleton import skeleton
+faulthandler.enable()
 resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))
 ids = torch.arange(24)[None] * 7 % 96
 gguf.converted_folder = lambda path: path.with_suffix("")
-gguf.AutoTokenizer = types.SimpleNamespace(
-    from_pretrained=lambda **k: types.SimpleNamespace(save_pretrained=lambda *a: None))
 expected = None
 for line in sys.stdin:
-    reference, place = (Path(part) for part in line.strip().split("|"))
+    way, reference, place = line.strip().split("|")
+    reference, place = Path(reference), Path(place)
     if reference == place:
         expected = None
+    faulthandler.dump_traceback_later(float(sys.argv[1]))
     try:
         if place.suffix == ".gguf":
             shutil.rmtree(place.with_suffix(""), ignore_errors=True)
             model = _from_folder(str(gguf.converted(place)), torch.float32, None)
+        elif way == "plan":
+            skeleton.cache_clear()
+            shapes = [(name, *tensor.shape) for name, tensor in skeleton(str(place)).state_dict().items()]
         else:
-            model = _from_folder(str(place), torch.float32, None)
+            model = _from_folder(str(place), torch.float32, ("cpu", "") if way == "disk" else None)
         y = None
         try:
             with torch.no_grad():
-                y = model(ids).logits.float()
+                y = torch.tensor(list(str(shapes).encode())) if way == "plan" else model(ids).logits.float()
         except Exception as error:
             said = f"loaded, the pass raises {type(error).__name__}"
         if y is not None:
@@ -204,34 +211,37 @@ for line in sys.stdin:
     except Exception as error:
         said = f"raw {type(error).__name__}"
         print("   ", said, str(error)[:300], file=sys.stderr)
+    faulthandler.cancel_dump_traceback_later()
     print(said, flush=True)
 """
 
 
 class Loader:
-    """A process that loads folders; started again after a crash or a hang."""
+    """A process that loads folders; started again after a crash or a hang. `errors` is what it wrote to stderr."""
 
-    def __init__(self):
-        self.process, self.reference = None, None
+    def __init__(self, errors):
+        self.process, self.reference, self.errors = None, None, errors
 
-    def outcome(self, place, reference):
-        """The outcome of loading `place`, whose original is `reference`."""
+    def outcome(self, place, reference, way):
+        """The outcome of loading `place`, whose original is `reference`, in a way: "memory", "disk" or "plan"."""
+        self.errors.write_text("")
         if self.process is None:
             self.reference = None
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", LOADER], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )  # fmt: skip
-        if self.reference != reference:
-            assert self._ask(reference, reference, 5 * LIMIT) == "same"
-            self.reference = reference
-        said = self._ask(reference, place, LIMIT)
+            with self.errors.open("a") as errors:  # which the process goes on writing to
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", LOADER, str(LIMIT - 5)], text=True, stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE, stderr=errors,
+                )  # fmt: skip
+        if self.reference != (reference, way):
+            assert self._ask(f"{way}|{reference}|{reference}", 5 * LIMIT) == "same"
+            self.reference = reference, way
+        said = self._ask(f"{way}|{reference}|{place}", LIMIT)
         if said in ("hang", "crash"):
             self.close()
         return said
 
-    def _ask(self, reference, place, limit):
-        self.process.stdin.write(f"{reference}|{place}\n")
+    def _ask(self, line, limit):
+        self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
         if not select.select([self.process.stdout], [], [], limit)[0]:
             return "hang"
@@ -245,13 +255,13 @@ class Loader:
 
 
 @pytest.fixture(scope="module")
-def loader():
-    one = Loader()
+def loader(tmp_path_factory):
+    one = Loader(tmp_path_factory.mktemp("loader") / "errors.txt")
     yield one
     one.close()
 
 
-def outcomes(loader, source, work, count, spoil=damage, seed=1):
+def outcomes(loader, source, work, count, spoil=damage, seed=1, way="memory"):
     """{outcome: number} of `count` damaged copies, and examples; checksums must refuse what they can tell."""
     rng, found, examples = random.Random(seed), Counter(), {}
     place = work / source.name
@@ -262,10 +272,12 @@ def outcomes(loader, source, work, count, spoil=damage, seed=1):
         else:
             shutil.copy(source, place)
         tells, what = spoil(place, rng)
-        said = loader.outcome(place, source)
-        if tells and said != "refused":
+        said = loader.outcome(place, source, way)
+        if tells and way != "plan" and said != "refused":
             said = f"{said}, in spite of its checksum"
         found[said] += 1
+        if said.startswith(("raw", "crash", "hang")):
+            what += "\n" + loader.errors.read_text(errors="replace")[-2000:]
         examples.setdefault(said, []).append(what)
     return found, examples
 
@@ -276,27 +288,36 @@ def check(found, examples):
     assert not wrong, f"{dict(found)}: {wrong}"
 
 
-MANY = [pytest.param(kind, 500, marks=pytest.mark.slow) for kind in (*OWN, *OTHERS, "transformers")]
+KINDS = [*((kind, "memory") for kind in (*OWN, *OTHERS)), *((kind, "disk") for kind in OWN if kind not in ("embedding", "rotation")),
+         *(("transformers", way) for way in ("memory", "disk", "plan")), ("int_group", "plan")]  # fmt: skip
+MANY = [pytest.param(*kind, 500, marks=pytest.mark.slow) for kind in KINDS]
+FEW = [("csr", "memory", 8), ("transformers", "memory", 8), ("csr", "disk", 8), ("transformers", "plan", 8)]
 
 
-@pytest.mark.parametrize("kind, count", [("csr", 8), ("transformers", 8), *MANY])
-def test_damaged_folders_are_refused_by_name(kind, count, loader, tiny, tokens, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind, way, count", FEW + MANY)
+def test_damaged_folders_are_refused_by_name(kind, way, count, loader, tiny, tokens, tmp_path, monkeypatch):
     monkeypatch.setattr(checksums, "sync", lambda path: None)  # a disk would take longer than all the rest
     folder = made(kind, tiny, tokens, tmp_path / "made" / "m")
     (tmp_path / "work").mkdir()
-    check(*outcomes(loader, folder, tmp_path / "work", count))
+    check(*outcomes(loader, folder, tmp_path / "work", count, way=way))
 
 
 def of_gguf(file, rng):
-    """Flipped bits in the header, a huge number there, or a file that is cut short."""
+    """Flipped bits in the header, a huge number there, another value, type or length, or a file that is cut short."""
     content = bytearray(file.read_bytes())
     header = content.find(b"token_embd.weight") + 800
-    how = rng.choice(["cut", "header", "header", "anywhere", "huge"])
+    how = rng.choice(["cut", "header", "header", "anywhere", "huge", "field", "field"])
     if how == "cut":
         content = content[: rng.randrange(len(content))]
     elif how == "huge":
         at = rng.randrange(8, header)
         content[at : at + 8] = b"\xff" * 7 + b"\x7f"
+    elif how == "field":
+        key, field = rng.choice(list(gguf.GGUFReader(file).fields.items()))
+        at, width = rng.choice(places(key, field))
+        value = rng.choice([rng.randrange(14), 2**16, 2**20, 2**31 - 1, 2**31, 2**40, 2**63 - 1, 2**64 - 1])
+        content[at : at + width] = struct.pack("<Q", value)[:width]
+        how = f"{key}: {value} at {at}"
     else:
         for _ in range(rng.choice([1, 2, 4])):
             content[rng.randrange(header if how == "header" else len(content))] ^= 1 << rng.randrange(8)
@@ -304,15 +325,29 @@ def of_gguf(file, rng):
     return False, how
 
 
+def places(key, field):
+    """Place and width in bytes of a field's type, and of its number; or of its length, and the type of its entries."""
+    if key.startswith("GGUF."):  # the version, and the numbers of tensors and of fields
+        return [(field.offset, field.parts[0].nbytes)]
+    at = field.offset + 8 + len(key)
+    if field.types[0] == gguf.GGUFValueType.ARRAY:
+        return [(at, 4), (at + 4, 4), (at + 8, 8)]
+    return [(at, 4), (at + 4, 8 if field.types[0] == gguf.GGUFValueType.STRING else field.parts[-1].nbytes)]
+
+
 def tiny_gguf(path):
-    """A Llama of one block without a tokenizer's merges, in float32."""
+    """A Llama of one block and its tokenizer, in float32."""
     writer = gguf.GGUFWriter(str(path), "llama")
     for key, value in {"block_count": 1, "context_length": 256, "embedding_length": 32, "feed_forward_length": 64,
                        "head_count": 2, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_dimension_count": 16,
                        "vocab_size": 96}.items():  # fmt: skip
         getattr(writer, f"add_{key}")(value)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{i}" for i in range(96)])
+    writer.add_token_list([*"t01", *(f"t{i}" for i in range(93))])
+    writer.add_token_types([1] * 96)
+    writer.add_token_merges(["t 0", "t 1"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
     shapes = {"token_embd": (96, 32), "output_norm": (32,), "output": (96, 32)}
     inside = {"attn_norm": (32,), "ffn_norm": (32,), "ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}
     inside |= {f"attn_{name}": (32, 32) for name in ("q", "k", "v", "output")}
@@ -331,13 +366,34 @@ def test_damaged_gguf_files_are_refused_by_name(count, loader, tmp_path):
     check(*outcomes(loader, tiny_gguf(tmp_path / "m.gguf"), tmp_path / "work", count, of_gguf))
 
 
+@pytest.mark.parametrize("key, place, value, message", [
+    ("tokenizer.ggml.token_type", 2, 2**40, "4398046511104 bytes from byte .* are beyond the file's end"),
+    ("GGUF.kv_count", 0, 2**40, "beyond the file's end|is of type"),
+    ("GGUF.tensor_count", 0, 2**40, "beyond the file's end|dimensions"),
+    ("GGUF.version", 0, 0, "header is damaged|version"),
+    ("llama.embedding_length", 1, 2**20, r"has `embedding_length` \(=1048576\), and there are \d+ bytes"),
+    ("llama.attention.head_count", 1, 2**20, r"has `attention.head_count` \(=1048576\)"),
+    ("llama.feed_forward_length", 1, 2**16, "describes a model of 63.* parameters, and there are"),
+])  # fmt: skip
+def test_a_gguf_header_is_compared_with_its_file_before_anything_is_built(key, place, value, message, tmp_path):
+    """The package gguf would read an array of 2**40 numbers one by one, and transformers fill a model of a terabyte."""
+    file = tiny_gguf(tmp_path / "m.gguf")
+    at, width = places(key, gguf.GGUFReader(file).fields[key])[place]
+    content = bytearray(file.read_bytes())
+    content[at : at + width] = struct.pack("<Q", value)[:width]
+    file.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match=message) as refused:
+        converted(file)
+    assert str(file) in str(refused.value)
+    with pytest.raises(ValueError, match=message):
+        skeleton(str(file))
+
+
 def test_a_gguf_file_without_a_tensor_of_the_model_is_refused(tmp_path):
     file = tiny_gguf(tmp_path / "m.gguf")
     file.write_bytes(file.read_bytes().replace(b"blk.0.ffn_up.weight", b"blk.0.ffn_uq.weight"))
     (tmp_path / "out").mkdir()
-    stub = SimpleNamespace(from_pretrained=lambda **_: None)
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(ValueError, match=r"lacks 1 .*mlp\.up_proj\.weight"):
-        patched.setattr("compress.inputs.gguf.AutoTokenizer", stub)
+    with pytest.raises(ValueError, match=r"lacks 1 .*mlp\.up_proj\.weight"):
         _convert(file, tmp_path / "out")
 
 
@@ -377,6 +433,41 @@ def test_sizes_of_a_config_are_compared_with_the_files(key, value, tiny, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(ValueError, match=rf"config.json has `{key}` .*, and there are \d+"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "key, value", [("architectures", 5), ("architectures", [5]), ("rope_parameters", {"rope_type": 5})]
+)
+def test_a_plan_names_the_model_whose_config_is_damaged(key, value, tiny, tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    for reads in (skeleton, load_model):
+        with pytest.raises(ValueError, match=f"`model_name` .='{tmp_path}'"):
+            reads(str(tmp_path))
+
+
+@pytest.mark.parametrize("damaged, message", [
+    (lambda layout, tensors: layout["linears"][LINEAR]["parts"][0].update(group_size=5), "`group_size` .=5. of a stored"),
+    (lambda layout, tensors: layout["linears"][LINEAR]["parts"][0].pop("symmetric"), "may be damaged"),
+    (lambda layout, tensors: tensors[f"{LINEAR}.parts.1.columns"].fill_(99), "`columns` of a stored weight holds"),
+    (lambda layout, tensors: tensors.pop(f"{LINEAR}.parts.0.codes"), "`codes` of a stored weight .* is missing"),
+    (lambda layout, tensors: tensors.update({f"{NORM}.weight": torch.ones(32)}), "has the shape .* in its file"),
+    (lambda layout, tensors: tensors.update({f"{NORM}.bias": torch.ones(64)}), "does not use 1 of the weights"),
+])  # fmt: skip
+def test_weights_on_disk_are_checked_when_they_are_loaded(damaged, message, tiny, tokens, tmp_path):
+    """And not in the middle of a pass, when their block is read."""
+    folder = save_compressed(apply(parse_recipe(OWN["csr"]), tiny("llama"), tokens(6, 32)), tmp_path / "m")
+    _from_folder(str(folder), torch.float32, ("cpu", tmp_path / "changed"))
+    layout = json.loads((folder / "workbench.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    damaged(layout, tensors)
+    (folder / "workbench.json").write_text(json.dumps(layout))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_checksums(folder)
+    with pytest.raises(ValueError, match=message) as refused:
+        _from_folder(str(folder), torch.float32, ("cpu", tmp_path / "changed"))
+    assert str(folder) in str(refused.value)
 
 
 def test_other_libraries_refuse_a_folder_by_name(tiny, tokens, tmp_path):
