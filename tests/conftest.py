@@ -30,8 +30,8 @@ if (
 
 import pytest
 
-# The process that only hands tests out (`-n`) starts the others seconds earlier without these.
-if "PYTEST_XDIST_WORKER" in os.environ or "-n" not in sys.argv:
+# The process that only hands tests out (`-n`, but not `-n 0`) starts the others seconds earlier without these.
+if "PYTEST_XDIST_WORKER" in os.environ or "-n" not in sys.argv or sys.argv[sys.argv.index("-n") + 1 :][:1] == ["0"]:
     import torch
     from torch import Tensor, nn
 
