@@ -30,8 +30,9 @@ from kernels.user_cache import cache_folder
 ROOT = Path(__file__).resolve().parents[1]
 OURS = tuple(str(ROOT / package) for package in ("compress", "eval", "kernels"))
 GPU = torch.device("cuda", 0)
-# Ops that take tensors of two devices on a real machine: copies, and selections by indices on the CPU.
+# Ops that take tensors of two devices on a real machine: copies, comparisons of sizes, and selections by indices on the CPU.
 COPIES = {"aten::copy_", "aten::_to_copy"}
+SIZES = {"aten::is_same_size"}
 SELECTIONS = {
     "aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
     "aten::_unsafe_index_put",
@@ -219,7 +220,7 @@ def _check(func: Any, name: str, args: tuple, there: list[OnGPU], here: list[tor
     ours = bool(there) and name.startswith("workbench::")
     if ours and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CUDA"):
         raise NotImplementedError(f"{name} has no kernel for CUDA")
-    if not there or name in COPIES or name.startswith("prim::"):
+    if not there or name in COPIES | SIZES or name.startswith("prim::"):
         return
     mixed = [t for t in here if t.dim()]
     if name in SELECTIONS:  # indices may lie on the CPU, and nothing else
