@@ -90,6 +90,7 @@ class CompressedCache(Cache):
         if observes or any(method.turns for method in methods):
             learned_rotations(model)
         self._begun = False  # whether a pass has begun that has not ended
+        self._padding: tuple[Tensor, Tensor, bool] | None = None  # a pass's mask, its real tokens, and whether all are
         self._updated: KVLayer | None = None  # the layer that got new keys last
         self._unkept: list[Callable[[], None]] = []  # keep the tokens of layers whose keys later layers read, too
         self.reader = None if reading is None else Reader(reading, self._keeping)
@@ -322,7 +323,7 @@ class CompressedCache(Cache):
         """Finish a pass that has begun."""
         if self.listener is None:
             self.finish()
-            self._begun = False
+            self._begun, self._padding = False, None
 
     def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
         """Take a layer's new tokens and attend, for passes without transformers' modules: see
@@ -378,7 +379,10 @@ class CompressedCache(Cache):
                 f"`attention_mask`: {mask.dtype} {tuple(mask.shape)} is not supported by a compressed cache: give a "
                 "mask of tokens and padding, [batch, tokens]"
             )
-        real = torch.ones(B, n, dtype=torch.bool, device=k.device) if mask is None else mask[:, 0].diagonal(0, 1, 2)
+        if mask is None:
+            real, whole = torch.ones(B, n, dtype=torch.bool, device=k.device), True
+        else:
+            real, whole = self._real_tokens(mask)
         about = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
         layer.about = {**about, "turn": turn_of(self.model, module)}
         if stores := layer.number in self._storing:
@@ -387,16 +391,24 @@ class CompressedCache(Cache):
             self.listener(layer, q, k, real)
             return layer.attend_beside(q, k, v, mask, about)
         if stores:  # later layers read what was kept before this pass, so that the new tokens are kept after it
-            self._unkept.append(partial(self._keep_late, layer, q, k, v, real, noted_hidden()))
+            self._unkept.append(partial(self._keep_late, layer, q, k, v, real, whole, noted_hidden()))
             return layer.attend_beside(q, k, v, mask, about)
         count = self.policy is not None and self.policy.remembers and self.policy.mass and self.policy.decoding
         # After a prompt, tokens may read sparsely: one at a time, or if an evaluation has paused the cache.
         behind = n == 1 or self.paused or self.reads_pieces
-        sparse = self.reader is not None and layer.slabs and behind and (mask is None or real.all())
-        attend = partial(self.reader.attend, layer) if sparse else layer.attend
+        sparse = self.reader is not None and layer.slabs and behind and whole
+        attend = partial(self.reader.attend, layer) if sparse else partial(layer.attend, whole=whole)
         y, mass = attend(q, k, v, mask, real, about, by_kernel=self.by_kernel, count=count)
-        self._after_attention(layer, q, real, mass)
+        self._after_attention(layer, q, real, whole, mass)
         return y
+
+    def _real_tokens(self, mask: Tensor) -> tuple[Tensor, bool]:
+        """bool [B, n], False for padding, and whether there is none; the layers of a pass share a mask, so that the
+        host waits for the device once."""
+        if self._padding is None or self._padding[0] is not mask:
+            real = mask[:, 0].diagonal(0, 1, 2)
+            self._padding = mask, real, bool(real.all())
+        return self._padding[1:]
 
     def _attend_again(
         self, layer: KVLayer, k: Tensor, v: Tensor, module: nn.Module, q: Tensor, key: Tensor, mask: Tensor | None,
@@ -405,53 +417,70 @@ class CompressedCache(Cache):
         """Attention of a later layer that reads the keys and values of this layer, k and v of the new tokens too."""
         return layer.attend_beside(q, k, v, mask, about)
 
-    def _keep_late(self, layer: KVLayer, q: Tensor, k: Tensor, v: Tensor, real: Tensor, hidden: Tensor) -> None:
+    def _keep_late(
+        self, layer: KVLayer, q: Tensor, k: Tensor, v: Tensor, real: Tensor, whole: bool, hidden: Tensor
+    ) -> None:
         """Keep the new tokens of a layer that later layers have read by now, and let its policy act."""
-        layer.keep(k, v, real, bool(real.all()))
+        layer.keep(k, v, real, whole)
         note_hidden(hidden)
-        self._after_attention(layer, q, real, None)
+        self._after_attention(layer, q, real, whole, None)
         note_hidden(None)
 
-    def _after_attention(self, layer: KVLayer, q: Tensor, real: Tensor, mass: Tensor | None) -> None:
+    def _after_attention(self, layer: KVLayer, q: Tensor, real: Tensor, whole: bool, mass: Tensor | None) -> None:
         """Keep the queries that a policy scores with; let the policy remember, and evict if that is due.
 
         Args:
-            q: [B, H_q, n, D]. real: [B, n]. mass: [B, H_kv, length], attention that the kernel summed up, or None.
+            q: [B, H_q, n, D]. real: [B, n]. whole: all are real. mass: [B, H_kv, length], attention that the kernel
+                summed up, or None.
         """
         policy, n = self.policy, q.shape[2]
+        layer.unpadded = layer.unpadded and whole
         if layer.lesser is not None and not self.paused and (n > KERNEL_TOKENS or layer.seen == n):
-            layer.divide(self.storage.important(layer.seen_by(*packed(q, real))))
+            layer.divide(self.storage.important(layer.seen_by(*packed(q, real, whole))))
         if policy is None and not self.observes:
             return
         window = policy.window if policy is not None and (policy.decoding or policy.runs_model) else 0
+        decoding = n == 1 and layer.seen > 1
+        idle = policy is not None and decoding and not policy.decoding  # nothing is evicted
+        if idle and not (window or policy.at_every_pass or self.observes):
+            layer.queries, layer.asked = None, None
+            return
         before = (layer.queries, layer.asked) if layer.queries is not None else (q[:, :, :0], real[:, :0])
-        queries, asked = packed(torch.cat([before[0], q], 2), torch.cat([before[1], real], 1))
+        queries, asked = packed(torch.cat([before[0], q], 2), torch.cat([before[1], real], 1), layer.unpadded)
         hidden = noted_hidden()
         if self.observes:
             seen = (hidden[:, :0], real[:, :0]) if layer.hidden is None else (layer.hidden, layer.asked)
-            joined_hidden, _ = packed(torch.cat([seen[0], hidden], 1)[:, None], torch.cat([seen[1], real], 1))
+            joined_hidden = torch.cat([seen[0], hidden], 1)[:, None]
+            joined_hidden, _ = packed(joined_hidden, torch.cat([seen[1], real], 1), layer.unpadded)
             layer.queries, layer.asked, layer.hidden = queries, asked, joined_hidden[:, 0]
             return
         cut = max(0, queries.shape[2] - window)
         layer.queries, layer.asked = (queries[:, :, cut:].clone(), asked[:, cut:].clone()) if window else (None, None)
-        decoding = n == 1 and layer.seen > 1
-        idle = decoding and not policy.decoding  # nothing is evicted
         if self.paused or policy.runs_model or (idle and not policy.at_every_pass):
             return
         if policy.remembers:
-            hidden = packed(hidden[:, None], real)[0][:, 0] if policy.reads_hidden else None
-            layer.memory.view.copy_(policy.remember(layer.seen_by(*packed(q, real), mass, hidden)))
+            hidden = packed(hidden[:, None], real, whole)[0][:, 0] if policy.reads_hidden else None
+            layer.memory.view.copy_(policy.remember(layer.seen_by(*packed(q, real, whole), mass, hidden)))
         if idle:
             return
         due = torch.ones_like(layer.tokens, dtype=torch.bool)
         if decoding:
-            due = layer.since >= (policy.target(layer.tokens) // INTERVAL).clamp(min=INTERVAL)
-            if not bool(due.any()):
+            if layer.seen < layer.idle_until:
                 return
+            wait = self._until_due(layer)
+            if (least := int(wait.min())) > 0:  # targets never fall, so that no row is due earlier
+                layer.idle_until = layer.seen + least
+                return
+            due = wait <= 0
         layer.since = layer.since.masked_fill(due, 0)
+        layer.idle_until = layer.seen + (int(self._until_due(layer).min()) if decoding else INTERVAL)
         self._evict(layer, policy.scores(layer.seen_by(queries, asked)), due)
 
     # Evicting.
+
+    def _until_due(self, layer: KVLayer) -> Tensor:
+        """[B]: further tokens after which each row of a layer is due for an eviction, if its budget stays as it is."""
+        return (self.policy.target(layer.tokens) // INTERVAL).clamp(min=INTERVAL) - layer.since
 
     def _score(self, layer: KVLayer, queries: Tensor | None = None, asked: Tensor | None = None) -> None:
         """Score and evict after a prompt, by these queries; None: only by the policy's memory of the prompt."""

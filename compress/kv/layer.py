@@ -59,6 +59,8 @@ class KVLayer(DynamicLayer):
         self.slabs: list[Slab | DividedSlab] = []
         self.seen, self.fresh = 0, 0  # fresh: number of tokens since the last `evict`
         self.evicted = False  # whether any position was evicted
+        self.unpadded = True  # whether no token that this layer met was padding
+        self.idle_until = 0  # tokens seen before which no row can be due for an eviction
         self._tokens: Tensor | None = None
         self._since: Tensor | None = None
         self._lent = 0  # tokens of every row that `lend` has counted, but not yet these two
@@ -116,6 +118,7 @@ class KVLayer(DynamicLayer):
         for one in filter(None, (self.memory, self.positions)):
             one.drop_last(count)
         self.seen, self.fresh, self.tokens = self.seen - count, max(self.fresh - count, 0), self.tokens - count
+        self.idle_until = 0
         if self.queries is not None:
             self.queries, self.asked = self.queries[:, :, :-count], self.asked[:, :-count]
         if self.hidden is not None:
@@ -215,6 +218,7 @@ class KVLayer(DynamicLayer):
         real: Tensor,
         about: dict[str, Any],
         *,
+        whole: bool,
         by_kernel: bool,
         count: bool,
     ) -> tuple[Tensor, Tensor | None]:
@@ -222,13 +226,14 @@ class KVLayer(DynamicLayer):
 
         Args:
             real: bool [B, n], False for padding.
+            whole: there is no padding.
             by_kernel: decode with the kernel, if it supports this attention.
             count: also sum up the attention that each position gets, if the kernel can do so.
 
         Returns:
             y [B, n, H_q, D], and the attention that each position got, [B, H_kv, length], or None.
         """
-        n, whole = k.shape[2], mask is None or bool(real.all())
+        n = k.shape[2]
         if not self.slabs or not whole or n > KERNEL_TOKENS:
             y = self.attend_beside(q, k, v, mask, about)
             self.keep(k, v, real, whole)
@@ -440,9 +445,10 @@ class KVLayer(DynamicLayer):
         self.fresh = 0
 
 
-def packed(queries: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries [B, H, n, D] with real tokens last, as their keys are in the cache; common padding is removed."""
-    if bool(asked.all()):
+def packed(queries: Tensor, asked: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+    """Queries [B, H, n, D] with real tokens last, as their keys are in the cache; common padding is removed. whole: all
+    tokens are known to be real; else the host waits for the device to see it."""
+    if whole or bool(asked.all()):
         return queries, asked
     order = asked.to(torch.uint8).argsort(dim=1, stable=True)[:, asked.shape[1] - max(int(asked.sum(1).max()), 1) :]
     return taken(queries, order[:, None].expand(-1, queries.shape[1], -1)), asked.gather(1, order)

@@ -193,6 +193,11 @@ class DividedSlab:
             Slab(*(taken(x, index) for x in (k, v)), starts, one)
             for one, (index, starts) in ((lesser, right_packed(part == 1)), (precision, right_packed(part == 2)))
         )
+        self._measure()
+
+    def _measure(self) -> None:
+        """Read how long the longest row is now: the host waits for the device, and later only counts what is added."""
+        self._shorter = self.others.length - int(self.lengths.max())
 
     @property
     def parts(self) -> tuple[Slab, Slab]:
@@ -211,7 +216,7 @@ class DividedSlab:
     @property
     def length(self) -> int:
         """Positions, of the longest row."""
-        return max(int(self.lengths.max()), 1)
+        return max(self.others.length - self._shorter, 1)
 
     @property
     def starts(self) -> Tensor:
@@ -232,6 +237,7 @@ class DividedSlab:
     def rows(self, change: Callable[[Tensor], Tensor]) -> None:
         for one in self.parts:
             one.rows(change)
+        self._measure()
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """k, v: [B, H, m, D], for every row; several at once may still be divided, and do not become codes yet."""

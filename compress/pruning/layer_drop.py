@@ -172,8 +172,8 @@ class LayerDrop(Method):
             else:
                 names = parts_of(blocks[index])[least.kind]
                 size = sum(parameter_count(blocks[index].get_submodule(name)) for name in names)
-                outputs = outputs_of(blocks[index], calls[0], index, device)
                 with on_device(blocks[index], device):
+                    outputs = outputs_of(blocks[index], calls[0], index, device)
                     drop_part(blocks[index], least.kind, outputs)
             records.append(dataclasses.replace(least, order=step + 1, parameters=size))
         return sorted([*records, *measured], key=lambda r: (r.block, r.kind))

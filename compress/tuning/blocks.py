@@ -14,7 +14,7 @@ from compress.linear import CompressedLinear, replace, weight_of
 from compress.records import LayerRecord
 from compress.tuning.training import Schedule, TrainedLinear, token_loss, train
 from compress.walk.blocks import find_blocks, is_named
-from compress.walk.capture import Call, block_calls, on_device, run_block
+from compress.walk.capture import Call, block_calls, device_of, on_device, run_block
 from compress.walk.chain import Chain
 from compress.walk.groups import collect, input_groups
 from compress.walk.original.swap import as_it_was
@@ -96,7 +96,7 @@ class _Tuning:
         prefix, blocks = find_blocks(self.model)
         outside = [name for name in self.originals if not name.startswith(f"{prefix}.")]
         calls = block_calls(self.model, blocks, batches, stacked=False)
-        with as_it_was(self.model, self.originals, outside, self.device):
+        with as_it_was(self.model, self.originals, outside, device_of(self.model)):  # where the model itself runs
             wanted = block_calls(self.model, blocks, batches, stacked=False)
         chain = Chain(store, calls) if store else None
         finished = chain.resume(len(blocks)) if chain else 0

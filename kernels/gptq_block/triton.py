@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.capability import on_its_device
 from kernels.tuning import Compilation, configuration
 
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no bits below 1, so it rounds to nearest, ties to even
@@ -137,6 +138,7 @@ def gptq_block_kernel(
         tl.store(rest + (k64 - steps)[:, None] * out + o[None, :], w, mask=left[:, None] & here[None, :])
 
 
+@on_its_device
 def gptq_block(
     W: Tensor,
     U: Tensor,

@@ -1,6 +1,6 @@
 """Upper tiles of XᵀX on tensor cores, float32 sums, added to H in a fixed order. See README.md for layout and cost."""
 
-from kernels.capability import has_shared
+from kernels.capability import has_shared, multiprocessors, on_its_device
 from kernels.interpreter import prepare
 
 prepare()
@@ -113,6 +113,7 @@ def gather(parts, H, splits, tiles, columns, ROWS: tl.constexpr, COLUMNS: tl.con
     tl.store(at, tl.load(at, mask=inside) + total, mask=inside)
 
 
+@on_its_device
 def gram(x: Tensor, H: Tensor) -> None:
     """H += XᵀX; x [tokens, in] float32, bfloat16 or float16, H [in, in] float32 contiguous."""
     tokens, columns = x.shape
@@ -123,7 +124,7 @@ def gram(x: Tensor, H: Tensor) -> None:
     c = configuration("gram", key(x.dtype, columns), heuristic(x.dtype, columns, x.device))
     j = triton.cdiv(columns, c["columns"])
     tiles = c["columns"] // c["rows"] * j * (j + 1) // 2
-    splits = max(1, min(2 * _processors(x.device) // tiles, tokens // LEAST))
+    splits = max(1, min(2 * multiprocessors(x.device) // tiles, tokens // LEAST))
     per_split = min(c["chunk"], triton.cdiv(tokens, splits * c["tokens"]) * c["tokens"])
     out = H if splits == 1 else torch.zeros(splits, tiles, c["rows"], c["columns"], device=x.device)
     for part in x.split(splits * per_split):
@@ -191,7 +192,3 @@ def _compilation(name: str, dtype: str, c: dict, split: bool = False, odd: bool 
         multiple_of_16=tuple(i for i in integers if i != "tokens" and not (odd and i == "columns")),
         expects=() if dtype == "fp32" else ("HGMMA",),
     )
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

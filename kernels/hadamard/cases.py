@@ -162,7 +162,7 @@ def _contest(device: torch.device, rows: int, n: int, dtype: torch.dtype, toy: b
         from kernels.hadamard import spread, triton
 
         tune_key, candidates = triton.tuned(rows, n, dtype, device)
-        if spread.few(rows, n) and triton.fits(n, device):
+        if spread.few(rows, n, device) and triton.fits(n, device):
             contestants["one program a row"] = lambda i: triton.in_whole_rows(xs[i], n**-0.5)
     on_gpu = device.type == "cuda" and not toy
     return Contest(

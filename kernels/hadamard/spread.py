@@ -12,12 +12,12 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from kernels.capability import multiprocessors  # noqa: E402
 from kernels.hadamard.factors import factor, pieces, times  # noqa: E402
 from kernels.hadamard.plan import Spread, codes_fit, spread_plan  # noqa: E402
 from kernels.tuning import Compilation  # noqa: E402
 from kernels.w8a8_matmul.triton import magnitude, steps  # noqa: E402
 
-PROGRAMS = 2 * 132  # programs that run at once on an H200
 SHORTEST = 8192  # rows of up to this many elements are never shared by programs, even if there are few rows
 WHOLE = {"lines": 0, "depth": 0, "num_warps": 0, "num_stages": 0}  # one program computes the whole row
 
@@ -169,13 +169,13 @@ def hadamard_codes(
     return codes, step
 
 
-def few(rows: int, n: int) -> bool:
+def few(rows: int, n: int, device: torch.device) -> bool:
     """Is a row long enough to share, and do all programs of these rows run at once?"""
-    return n > SHORTEST and spread_plan(n) is not None and _at_once(rows, n)
+    return n > SHORTEST and spread_plan(n) is not None and _at_once(rows, n, device)
 
 
-def _at_once(rows: int, n: int) -> bool:
-    return rows * triton.cdiv(spread_plan(n).p, 16) <= PROGRAMS
+def _at_once(rows: int, n: int, device: torch.device | None) -> bool:
+    return rows * triton.cdiv(spread_plan(n).p, 16) <= 2 * multiprocessors(device)
 
 
 def key(rows: int, n: int, dtype: torch.dtype) -> str:
@@ -183,16 +183,16 @@ def key(rows: int, n: int, dtype: torch.dtype) -> str:
     return f"m{triton.next_power_of_2(rows)} n{n} {str(dtype).removeprefix('torch.')}"
 
 
-def heuristic(rows: int, n: int, dtype: torch.dtype) -> dict[str, int]:
+def heuristic(rows: int, n: int, dtype: torch.dtype, device: torch.device | None = None) -> dict[str, int]:
     """As many programs as possible for few rows; for many rows, blocks of 64 lines, which suit wgmma."""
-    wide, lines = dtype == torch.float32, 16 if _at_once(rows, n) else 64
+    wide, lines = dtype == torch.float32, 16 if _at_once(rows, n, device) else 64
     stages = 2 if wide and lines == 64 else 3
     return {"lines": lines, "depth": 32 if wide else 64, "num_warps": 4, "num_stages": stages}
 
 
-def candidates(rows: int, n: int, dtype: torch.dtype, whole: bool) -> list[dict[str, int]]:
+def candidates(rows: int, n: int, dtype: torch.dtype, whole: bool, device: torch.device) -> list[dict[str, int]]:
     """Configurations, the heuristic's first; `whole`: can one program compute a whole row?"""
-    first = heuristic(rows, n, dtype)
+    first = heuristic(rows, n, dtype, device)
     other = {**first, "lines": 80 - first["lines"]}
     deep = {**first, "depth": 2 * first["depth"], "num_stages": 2}
     found = [first, {**first, "lines": 32}, other, deep, {**first, "num_warps": 8}]

@@ -9,7 +9,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from kernels.capability import has_shared  # noqa: E402
+from kernels.capability import has_shared, on_its_device  # noqa: E402
 from kernels.hadamard import spread  # noqa: E402
 from kernels.hadamard.factors import factor, pieces, times  # noqa: E402
 from kernels.hadamard.plan import LARGEST_TILE, Plan, codes_fit, plan, shared_of, whole_codes_fit  # noqa: E402
@@ -161,6 +161,7 @@ def codes_kernel(
     tl.store(codes + place + blocks * (N // 2), odd, mask=here)
 
 
+@on_its_device
 def hadamard_codes(
     x: Tensor, signs: Tensor, block: int, bits: int, group: int | None, wide: int
 ) -> tuple[Tensor, Tensor]:
@@ -168,8 +169,8 @@ def hadamard_codes(
     tokens, columns = x.shape
     rows, blocks, p, device = tokens * (columns // block), columns // block, plan(block), x.device
     whole = whole_codes_fit(block, group, columns) and fits(block, device)
-    if rows and codes_fit(block, group) and (not whole or spread.few(rows, block)):
-        wanted = spread.heuristic(rows, block, x.dtype)
+    if rows and codes_fit(block, group) and (not whole or spread.few(rows, block, device)):
+        wanted = spread.heuristic(rows, block, x.dtype, device)
         c = configuration("hadamard", spread.key(rows, block, x.dtype), wanted)
         if c["lines"] or not whole:
             return spread.hadamard_codes(x, signs, block, bits, group, wide, c if c["lines"] else wanted)
@@ -187,6 +188,7 @@ def hadamard_codes(
     return codes, step
 
 
+@on_its_device
 def hadamard(x: Tensor, scale: float) -> Tensor:
     """y [rows, n]; `plan(n)` or `spread_plan(n)` must not be None."""
     rows, n = x.shape
@@ -194,8 +196,8 @@ def hadamard(x: Tensor, scale: float) -> Tensor:
     if not rows:
         return torch.empty(rows, n, dtype=x.dtype, device=x.device)
     whole = fits(n, x.device)
-    if not whole or spread.few(rows, n):
-        wanted = spread.heuristic(rows, n, x.dtype)
+    if not whole or spread.few(rows, n, x.device):
+        wanted = spread.heuristic(rows, n, x.dtype, x.device)
         c = configuration("hadamard", spread.key(rows, n, x.dtype), wanted)
         if c["lines"] or not whole:
             return spread.hadamard(x, scale, c if c["lines"] else wanted)
@@ -205,8 +207,8 @@ def hadamard(x: Tensor, scale: float) -> Tensor:
 def tuned(rows: int, n: int, dtype: torch.dtype, device: torch.device) -> tuple[str, list[dict[str, int]]]:
     """The key of the configuration for these rows, and the configurations worth timing."""
     whole = fits(n, device)
-    if not whole or spread.few(rows, n):
-        return spread.key(rows, n, dtype), spread.candidates(rows, n, dtype, whole)
+    if not whole or spread.few(rows, n, device):
+        return spread.key(rows, n, dtype), spread.candidates(rows, n, dtype, whole, device)
     return key(n, dtype), candidates(n)
 
 

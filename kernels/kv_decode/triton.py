@@ -4,7 +4,6 @@ from kernels.interpreter import interpreting, prepare
 
 prepare()  # bfloat16 in the interpreter
 
-from functools import cache  # noqa: E402
 from itertools import product  # noqa: E402
 
 import torch  # noqa: E402
@@ -12,6 +11,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from kernels.capability import multiprocessors, on_its_device  # noqa: E402
 from kernels.kv_decode.layout import KV  # noqa: E402
 from kernels.kv_decode.spans import dense_kernel, quantised_kernel, visible_range  # noqa: E402
 from kernels.kv_decode.spans_float8 import float8_kernel  # noqa: E402
@@ -119,6 +119,7 @@ def key(kind: str, D: int, R: int) -> str:
     return f"{kind} d{D} rows{R}"
 
 
+@on_its_device
 def kv_decode(
     q: Tensor,
     cache: KV,
@@ -259,14 +260,9 @@ def _choose(q: Tensor, cache: KV, heads: int, R: int, bits: int, S: int) -> dict
     kind = str(q.dtype).removeprefix("torch.") if bits == 16 else kind_of(cache)
     otherwise = heuristic(bits, group, block_d, rows, itemsize, bits == 8 and cache.float8)
     chosen = configuration("kv_decode", key(kind, D, R), otherwise)
-    wanted = chosen["PER_SM"] * _multiprocessors(q.device) // (heads * -(-R // rows))
+    wanted = chosen["PER_SM"] * (multiprocessors(q.device) if q.is_cuda else 8) // (heads * -(-R // rows))
     splits = max(1, min(wanted, -(-S // max(chosen["STEP"], group, LEAST))))
     return {**chosen, "ROWS": rows, "BLOCK_D": block_d, "splits": splits}
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def candidates_for(bits: int, group: int) -> list[dict]:

@@ -5,13 +5,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from kernels.capability import gpu
+from kernels.capability import gpu, multiprocessors
 from kernels.packed_matmul.weight import MAGIC, TYPES, Weight
 from kernels.tuning import Compilation
 
 TOKENS, ROWS, COLUMNS, WARPS, UNROLLED = (32, 64, 128, 256), 128, 64, 8, 4
 STAGES = {32: 8, 64: 8, 128: 8, 256: 4}  # stages that fit in shared memory, at most 8; a multiple of UNROLLED
-MULTIPROCESSORS = 132  # on an H200
 
 
 def takes(w: Weight) -> bool:
@@ -32,11 +31,11 @@ def fits(w: Weight, dtype: torch.dtype) -> bool:
 
 def plans(w: Weight, tokens: int) -> list[dict]:
     """Configurations worth timing."""
-    block_m = next((size for size in TOKENS if size >= tokens), TOKENS[-1])
-    if block_m == TOKENS[-1] and 2 * _programs(w, tokens, block_m) <= MULTIPROCESSORS:
+    block_m, processors = next((size for size in TOKENS if size >= tokens), TOKENS[-1]), multiprocessors(w.codes.device)
+    if block_m == TOKENS[-1] and 2 * _programs(w, tokens, block_m) <= processors:
         block_m //= 2  # before splitting columns: float32 sums of 256 tokens spill when stored
     tiles, splits = -(-w.shape[1] // COLUMNS), 1
-    while 2 * splits * _programs(w, tokens, block_m) <= MULTIPROCESSORS and tiles >= 2 * UNROLLED * splits:
+    while 2 * splits * _programs(w, tokens, block_m) <= processors and tiles >= 2 * UNROLLED * splits:
         splits *= 2
     found = [_plan(block_m, splits)]
     if splits > 1:

@@ -20,6 +20,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from kernels.capability import multiprocessors, on_its_device  # noqa: E402
 from kernels.linear import without_tf32  # noqa: E402
 from kernels.packed_matmul import hopper  # noqa: E402
 from kernels.packed_matmul.products import dequantise, large_batch, reduce, small_batch  # noqa: E402
@@ -32,7 +33,6 @@ TABLE_MAGIC = 0x32103210  # the identity selector of PRMT, in both halves of a w
 TABLE_OF_PAIRS = 32 << 10  # bytes of shared memory
 PLAIN_SHARED = 48 << 10  # bytes of shared memory that a block gets without being asked for
 MOST_STAGES = 8
-MULTIPROCESSORS = 132  # on an H200; the heuristic gives work to each
 
 
 class Blocks(NamedTuple):
@@ -73,11 +73,11 @@ def short(dtype: torch.dtype) -> str:
 
 def heuristic(w: Weight, tokens: int) -> dict:
     """The configuration for cases without measurements; its "kind" names the kernel."""
-    out, cut = w.shape[0], blocks(w)
+    out, cut, processors = w.shape[0], blocks(w), multiprocessors(w.codes.device)
     if cut is None or tokens >= CROSSOVER or (cut.word_scales and tokens > 16):
         return DEQUANTISE
     if tokens <= 16:
-        block_n = 32 if out >= 32 * 2 * MULTIPROCESSORS else 16
+        block_n = 32 if out >= 32 * 2 * processors else 16
         warps = 4 if block_n == 32 and cut.columns == 128 else 8
         block_n = min(128, block_n * (128 // cut.columns))  # short groups: more rows, to limit the overhead of a round
         block_n = max(block_n, min(64, 2 * block_n)) if tokens > 4 else block_n  # x is read again by every block
@@ -90,7 +90,7 @@ def heuristic(w: Weight, tokens: int) -> dict:
     programs = -(-out // 128) * -(-tokens // block_m)
     rounds = -(-w.shape[1] // cut.columns)
     splits = 1
-    while splits < 8 and programs * splits < 2 * MULTIPROCESSORS and rounds // (2 * splits) >= 4:
+    while splits < 8 and programs * splits < 2 * processors and rounds // (2 * splits) >= 4:
         splits *= 2
     return _large(128, block_m, 4 if block_m == 32 else 8, 3, splits)
 
@@ -163,6 +163,7 @@ def _large(block_n: int, block_m: int, warps: int, stages: int, splits: int) -> 
 DEQUANTISE = {**_small(0, 0, 0, 0), "kind": "dequantise"}
 
 
+@on_its_device
 def matmul(x: Tensor, w: Weight, op: str, key: str) -> Tensor:
     """y [tokens, out] = x Wᵀ in x's dtype, from x [tokens, in] in float32, bfloat16 or float16.
 
@@ -184,6 +185,7 @@ def matmul(x: Tensor, w: Weight, op: str, key: str) -> Tensor:
     return (_small_batch if plan["kind"] == "small_batch" else _large_batch)(x, w, plan)
 
 
+@on_its_device
 def of_experts(x: Tensor, w: Weight, ends: Tensor) -> Tensor:
     """y [tokens, out]: each token times its own expert's weight.
 
@@ -201,7 +203,7 @@ def for_experts(w: Weight, tokens: int, experts: int) -> dict:
     """The configuration for tokens distributed among experts; only the GPU knows the number for each expert."""
     each, out = -(-tokens // experts), w.shape[0] // experts
     if each <= 8 or blocks(w).word_scales:
-        block_n = 32 if out * min(experts, tokens) >= 32 * 2 * MULTIPROCESSORS else 16
+        block_n = 32 if out * min(experts, tokens) >= 64 * multiprocessors(w.codes.device) else 16
         block_n = min(128, block_n * (128 // blocks(w).columns))
         return _small(block_n, 4 if each == 1 else 16, 4, 4 if each == 1 else 3)
     block_m = 32 if each <= 32 else 64 if each <= 64 else 128

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear
 
+from kernels.capability import multiprocessors, on_its_device
 from kernels.interpreter import interpreting, prepare
 from kernels.trellis_matmul.layout import MULTIPLIER, Trellis
 from kernels.tuning import Compilation, configuration
@@ -13,7 +14,6 @@ from kernels.tuning import Compilation, configuration
 prepare()
 
 FEW = 8  # largest number of tokens for which weights are decoded in registers
-PROCESSORS = 132
 FACTOR = tl.constexpr(MULTIPLIER)
 
 
@@ -135,8 +135,13 @@ def decode_kernel(
 
 def decode(w: Trellis, dtype: torch.dtype = torch.float32) -> Tensor:
     """W [out, in]."""
-    segments, columns, _ = w.codes.shape
-    W = torch.empty(w.shape, dtype=dtype, device=w.codes.device)
+    return _decode(w.codes, w, dtype)
+
+
+@on_its_device
+def _decode(codes: Tensor, w: Trellis, dtype: torch.dtype) -> Tensor:
+    segments, columns, _ = codes.shape
+    W = torch.empty(w.shape, dtype=dtype, device=codes.device)
     groups, c = w.length // 16, DECODE
     decode_kernel[(segments * triton.cdiv(groups, c["GROUPS"]), triton.cdiv(columns, c["COLUMNS"]))](
         words_of(w), w.scale, W, w.shape[0], columns, groups, BITS=w.bits, STATES=w.states, ASM=not interpreting(), **c
@@ -144,6 +149,7 @@ def decode(w: Trellis, dtype: torch.dtype = torch.float32) -> Tensor:
     return W
 
 
+@on_its_device
 def trellis_matmul(x: Tensor, w: Trellis) -> Tensor:
     """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype."""
     tokens, out = x.shape[0], w.shape[0]
@@ -194,7 +200,7 @@ def candidates(w: Trellis, tokens: int) -> list[dict[str, int]]:
 def _with_parts(w: Trellis, tile: dict[str, int]) -> dict[str, int]:
     programs = w.codes.shape[0] * triton.cdiv(w.length // 16, tile["GROUPS"])
     most = triton.cdiv(w.shape[1], tile["COLUMNS"])
-    return {**tile, "parts": max(1, min(most, triton.cdiv(4 * PROCESSORS, programs)))}
+    return {**tile, "parts": max(1, min(most, triton.cdiv(4 * multiprocessors(w.codes.device), programs)))}
 
 
 def shipped() -> list[Compilation]:

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.capability import multiprocessors, on_its_device
 from kernels.int_matmul import Packed
 from kernels.interpreter import interpreting, prepare
 from kernels.tuning import Compilation, configuration
@@ -14,7 +15,6 @@ from kernels.w8a8_matmul.triton import magnitude, steps
 prepare()
 
 WIDTH = 4096  # number of columns that a program reads in one step of rounding
-PROCESSORS = 132
 
 
 @triton.jit
@@ -199,6 +199,7 @@ WIDE = {"rows": 128, "tokens": 128, "num_warps": 8, "num_stages": 3}
 CANDIDATES = [NARROW, {**NARROW, "rows": 128}, SOME, {**SOME, "rows": 128}, WIDE, {**WIDE, "num_stages": 4}]
 
 
+@on_its_device
 def w4a8_matmul(
     x: Tensor,
     w: Packed,
@@ -226,6 +227,7 @@ def w4a8_matmul(
     return multiplied(codes, step, w, x.dtype)
 
 
+@on_its_device
 def multiplied(codes: Tensor, step: Tensor, w: Packed, dtype: torch.dtype) -> Tensor:
     """y [tokens, out] in this dtype, from codes [tokens, in], even columns first, and steps [tokens, groups]."""
     (tokens, columns), out = codes.shape, w.shape[0]
@@ -250,7 +252,7 @@ def depth_of(group: int) -> int:
 def settings(w: Packed, tokens: int, float8: bool = False) -> dict:
     """The configuration for a call."""
     full = triton.cdiv(tokens, WIDE["tokens"]) * triton.cdiv(w.shape[0], WIDE["rows"])
-    wanted = NARROW if tokens <= NARROW["tokens"] else WIDE if full >= PROCESSORS else SOME
+    wanted = NARROW if tokens <= NARROW["tokens"] else WIDE if full >= multiprocessors(w.codes.device) else SOME
     return configuration("w4a8_matmul", key(w, tokens, float8), wanted)
 
 

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.capability import multiprocessors, on_its_device
 from kernels.interpreter import interpreting, prepare
 from kernels.tuning import Compilation, configuration
 from kernels.w8a8_matmul.layout import BLOCK, LARGEST, W8
@@ -13,7 +14,6 @@ from kernels.w8a8_matmul.layout import BLOCK, LARGEST, W8
 prepare()
 
 NARROW = 64  # largest number of tokens for which `narrow` is used
-PROCESSORS = 132
 WIDTH = 4096  # number of columns that a program reads in one step of quantisation
 EVERY = tl.constexpr(128)  # columns of fp8 products summed in Hopper's short accumulator before adding to float32
 
@@ -258,6 +258,7 @@ CANDIDATES = {
 }  # fmt: skip
 
 
+@on_its_device
 def w8a8_matmul(x: Tensor, w: W8, x_scale: Tensor | None) -> Tensor:
     """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype; w in rows."""
     (tokens, columns), out = x.shape, w.shape[0]
@@ -268,7 +269,7 @@ def w8a8_matmul(x: Tensor, w: W8, x_scale: Tensor | None) -> Tensor:
     if out == 0:
         return y
     largest = LARGEST[codes.dtype]
-    kernel, c = settings(tokens, out, columns, codes.dtype, blocked)
+    kernel, c = settings(tokens, out, columns, codes.dtype, blocked, x.device)
     if kernel == "tile":
         _tile(c, largest, *quantized(x, codes.dtype, x_scale, blocked), codes, w_scale, y, blocked)
     else:
@@ -278,23 +279,25 @@ def w8a8_matmul(x: Tensor, w: W8, x_scale: Tensor | None) -> Tensor:
     return y
 
 
-def settings(tokens: int, out: int, columns: int, dtype: torch.dtype, blocked: bool) -> tuple[str, dict]:
+def settings(
+    tokens: int, out: int, columns: int, dtype: torch.dtype, blocked: bool, device: torch.device | None = None
+) -> tuple[str, dict]:
     """The kernel ("one token", "narrow" or "tile") for a call, and its configuration."""
-    int8 = dtype == torch.int8
+    int8, processors = dtype == torch.int8, multiprocessors(device)
     if tokens > NARROW:
         kernel, wanted = "tile", LOW
         for shape in (WIDE, SQUARE, LOW) if int8 else (SQUARE, LOW):  # WIDE has no registers left for fp8's second sums
             wanted = shape
-            if triton.cdiv(tokens, shape["rows"]) * triton.cdiv(out, shape["columns"]) >= 0.8 * PROCESSORS:
+            if triton.cdiv(tokens, shape["rows"]) * triton.cdiv(out, shape["columns"]) >= 0.8 * processors:
                 break
     elif tokens == 1 and not blocked:
         kernel, wanted = "one token", FUSED
     else:
         kernel, wanted = "narrow", FEW if tokens <= 16 and not blocked else SOME
         tiles = triton.cdiv(out, wanted["columns"])
-        if tiles < PROCESSORS:
+        if tiles < processors:
             most = max(1, columns // (4 * wanted["depth"]))  # a split has at least four steps
-            wanted = {**wanted, "split": min(triton.cdiv(2 * PROCESSORS, tiles), most)}
+            wanted = {**wanted, "split": min(triton.cdiv(2 * processors, tiles), most)}
     return kernel, wanted if blocked else configuration("w8a8_matmul", key(tokens, out, columns, dtype), wanted)
 
 

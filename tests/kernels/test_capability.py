@@ -1,5 +1,10 @@
 """GPUs that lack something: refused by name, with what would do, before anything is launched."""
 
+import ast
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -18,10 +23,10 @@ from kernels.hadamard.plan import LARGEST_TILE, plan, shared_of
 from kernels.w8a8_matmul.cases import kinds
 
 GPUS = {
-    "T4": Gpu("Tesla T4", (7, 5), 65_536),
-    "A100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 166_912),
-    "4090": Gpu("NVIDIA GeForce RTX 4090", (8, 9), 101_376),
-    "H200": Gpu("NVIDIA H200", (9, 0), 232_448),
+    "T4": Gpu("Tesla T4", (7, 5), 65_536, 40),
+    "A100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 166_912, 108),
+    "4090": Gpu("NVIDIA GeForce RTX 4090", (8, 9), 101_376, 128),
+    "H200": Gpu("NVIDIA H200", (9, 0), 232_448, 132),
 }
 
 
@@ -112,3 +117,72 @@ def test_tiles_that_do_not_fit_are_not_taken(gpu):
     assert capability.has_shared(device, shared_of(plan(14336))) == (gpu != "T4")
     assert (fits(28672, device), fits(14336, device), fits(11008, device)) == (large, gpu != "T4", False)
     assert max(shared_of(plan(n)) for n in (8192, 14336, 28672, 32768)) == 4 * LARGEST_TILE + 3072
+
+
+def test_gpus_of_rocm_are_refused(gpu, monkeypatch):
+    """They call themselves CUDA devices."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.43483")
+    x = Tensor(4, 64)
+    assert gram._implementation(x, "auto") == "reference"
+    with pytest.raises(ValueError, match=r"a GPU of ROCm 6\.4\.43483, and the Triton kernels are written for CUDA"):
+        gram._implementation(x, "triton")
+
+
+def test_work_is_divided_by_the_multiprocessors_of_the_device(gpu):
+    from kernels.hadamard import spread
+    from kernels.packed_matmul.launch import heuristic
+    from kernels.packed_matmul.weight import Weight
+    from kernels.trellis_matmul import triton as trellis
+    from kernels.w4a8_matmul import triton as w4a8
+    from kernels.w8a8_matmul import triton as w8a8
+
+    device, count = Device("cuda:0"), GPUS[gpu].multiprocessors
+    assert capability.multiprocessors(device) == count
+    assert capability.multiprocessors(torch.device("cpu")) == capability.MULTIPROCESSORS
+
+    def weight(out):
+        codes = Tensor(out, 2048, dtype=torch.uint8)
+        return Weight(codes, Tensor(out, 32), None, None, 4, 128, (out, 4096))
+
+    full = 2 * 32 * count  # rows with which 32 rows a program give two programs to every multiprocessor
+    assert (heuristic(weight(full), 1)["block_n"], heuristic(weight(full - 32), 1)["block_n"]) == (32, 16)
+    split = w8a8.settings(16, 64, 1 << 20, torch.int8, False, device)[1]["split"]
+    assert split == -(-2 * count // -(-64 // w8a8.FEW["columns"]))
+    packed = SimpleNamespace(codes=Tensor(1, 1), shape=(count * w4a8.WIDE["rows"], 4096), group_size=128)
+    assert w4a8.settings(packed, w4a8.WIDE["tokens"]) == w4a8.WIDE
+    walk = SimpleNamespace(codes=Tensor(4, 1, 1), shape=(64, 1 << 20), length=16)
+    assert trellis.heuristic(walk, 1)["parts"] == count
+    assert spread.few(1, 14336, device) and not spread.few(2 * count + 1, 14336, device)
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch):
+    entered = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(str(device)) or nullcontext())
+    launch = capability.on_its_device(lambda x, more: more)
+    devices = ("cpu", "cuda:0", "cuda:1")
+    assert [launch(SimpleNamespace(device=torch.device(name)), name) for name in devices] == list(devices)
+    assert entered == ["cuda:1"], "it costs time where the device is current already"
+
+
+def test_every_launch_is_reached_through_a_guard():
+    """A module that launches a Triton kernel guards functions, or is called by one that does."""
+    for path in (Path(capability.__file__).parent).rglob("*.py"):
+        if path.parent.name in ("harness", "step") or path.name == "cases.py":  # step: not guarded yet
+            continue
+        tree = ast.parse(path.read_text())
+        launches = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and _launches(n)]
+        guarded = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and _guarded(n)]
+        behind = {"spread.py": "triton.py", "hopper.py": "launch.py"}.get(path.name)
+        guarded = guarded or behind and "@on_its_device" in (path.parent / behind).read_text()
+        assert not launches or guarded, f"{path} launches on whatever device is current"
+
+
+def _launches(call: ast.Call) -> bool:
+    """kernel[grid](..., num_warps or constants in capitals)"""
+    names = [keyword.arg or "" for keyword in call.keywords]
+    return isinstance(call.func, ast.Subscript) and any(name == "num_warps" or name.isupper() for name in names)
+
+
+def _guarded(function: ast.FunctionDef) -> bool:
+    return any(isinstance(one, ast.Name) and one.id == "on_its_device" for one in function.decorator_list)

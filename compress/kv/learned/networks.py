@@ -134,16 +134,16 @@ def summary(fitted: Mapping[int, Fitted]) -> str:
     return f"{len(fitted)} layers, R² {explained:.3f} on average, {least:.3f} at least, top tenth {overlap:.3f}"
 
 
-def scorers(path: str) -> dict[int, Scorer]:
-    """The networks of a file by layer."""
-    return _read(path, Path(path).stat().st_mtime_ns)
+def scorers(path: str, device: torch.device | str = "cpu") -> dict[int, Scorer]:
+    """The networks of a file by layer, on this device; they are read and copied to it once."""
+    return _read(path, Path(path).stat().st_mtime_ns, str(device))
 
 
 @lru_cache(maxsize=4)
-def _read(path: str, changed: int) -> dict[int, Scorer]:
+def _read(path: str, changed: int, device: str) -> dict[int, Scorer]:
     with safe_open(path, "pt") as file:
         layers = sorted({int(name.partition(".")[0]) for name in file.keys()})  # noqa: SIM118
-        return {i: Scorer(*(file.get_tensor(f"{i}.{field}") for field in Scorer._fields)) for i in layers}
+        return {i: Scorer(*(file.get_tensor(f"{i}.{field}").to(device) for field in Scorer._fields)) for i in layers}
 
 
 def check_networks(policy: Policy, path: str, model: nn.Module, inputs: int, *, command: str, kind: str) -> None:
@@ -178,8 +178,8 @@ def remembered(seen: Seen, path: str, inputs: Tensor) -> Tensor:
     Args:
         inputs: [B, n, inputs], for the last n tokens.
     """
-    scorer, n = scorers(path)[seen.layer], inputs.shape[1]
-    new = scorer._make(t.to(inputs.device) for t in scorer)(inputs).transpose(1, 2)  # [B, H, n]
+    scorer, n = scorers(path, inputs.device)[seen.layer], inputs.shape[1]
+    new = scorer(inputs).transpose(1, 2)  # [B, H, n]
     memory = seen.memory.clone()
     memory[:, :, -n:] = torch.where(seen.asked[:, None], new.to(memory.dtype), memory[:, :, -n:])
     return memory

@@ -84,7 +84,7 @@ class Reader:
         single = by_kernel and q.shape[2] == 1
         if role.reads_all:
             alone = role.chooses and q.shape[2] == 1  # kernels sum over the tokens of a pass
-            y, mass = layer.attend(q, k, v, mask, real, about, by_kernel=by_kernel, count=count or alone)
+            y, mass = layer.attend(q, k, v, mask, real, about, whole=True, by_kernel=by_kernel, count=count or alone)
             if role.chooses:
                 self._note(self._attended(layer, q, real, mass if alone else None), q.shape[2], single)
             return y, mass if count else None

@@ -1,0 +1,203 @@
+"""Methods, policies, checkpoints and steps of decoding on a GPU that is not there (`tests.pretended`): nothing mixes
+devices, everything lies where it belongs, and a step of decoding does not wait for the device.
+
+A process of its own pretends the GPU: `python -m tests.compress.test_on_a_gpu CHECK:NAME ...` prints a line of JSON for
+each check.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compress import METHODS, Result, apply, load_compressed, save_compressed
+from compress.checkpoint.save import SAVE_FORMATS
+from compress.kv.learned import train_kvzap, train_locret
+from compress.kv.projecting import find_components
+from compress.recipe import parse_recipe
+from kernels import trellis_matmul
+from kernels.compiler import compiler
+from tests import pretended
+from tests.architectures import tiny_model
+from tests.pretended import GPU, OnGPU
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTSIDE = {"bnb_nf4", "bnb_int8"}  # bitsandbytes launches kernels of its own
+UNMOVED = {"compressed-tensors"}  # its library holds a loaded model's parameters where only a real GPU moves them
+TRAINED = {"kvzap": train_kvzap.train, "locret": train_locret.train, "matryoshka": find_components.find}
+SMALL = {"snapkv": {"observed": 4}, "expected_attention": {"future": 16}}  # knobs for short prompts
+STEPS = {  # recipes whose steps of decoding never wait
+    "none": "", "rtn": "rtn(bits=4, group_size=16)", "int8": "int8", "rotate": "rotate, rtn(bits=4, group_size=16)",
+    "kv_int": "kv_int(bits=4, group_size=32, residual=4)", "kv_fp8": "kv_fp8", "quest": "quest(page=4, budget=12, full_layers=1)",
+    "h2o": "h2o(budget=12), kv_int(bits=4, group_size=32, residual=4)", "snapkv": "snapkv(budget=12, observed=4, allocation=ada)",
+    "streaming": "streaming(budget=12)", "zipvl": "zipvl", "quest of codes": "kv_int, quest(page=4, budget=12)",
+}  # fmt: skip
+WEIGHTS = [name for name, method in METHODS.items() if method.stage != "cache" and name not in OUTSIDE]
+CHECKS_OF = {
+    "stays": [name for name in METHODS if name not in OUTSIDE],
+    "passes": WEIGHTS,
+    "format": [name for name in SAVE_FORMATS if name not in UNMOVED],
+    "step": list(STEPS),
+    "evicting": ["h2o"],
+}
+FAST = [
+    "stays:rotate", "stays:h2o", "stays:quest", "passes:gptq", "passes:layer_drop", "step:rtn",
+    "step:kv_int", "step:quest", "step:h2o", "step:snapkv", "evicting:h2o",
+]  # fmt: skip
+needs_compiler = pytest.mark.skipif(not compiler(), reason="a C++ compiler tells torch of the pretended GPU")
+
+
+@needs_compiler
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    "checks",
+    [
+        pytest.param(FAST, id="some", marks=pytest.mark.long),
+        *(
+            pytest.param([f"{kind}:{name}" for name in names], id=kind, marks=pytest.mark.slow)
+            for kind, names in CHECKS_OF.items()
+        ),
+    ],
+)
+def test_on_a_pretended_gpu(checks):
+    environment = os.environ | {"LD_PRELOAD": str(pretended.library()), "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    command = [sys.executable, "-m", "tests.compress.test_on_a_gpu", *checks]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    results = {one["check"]: one["error"] for one in map(json.loads, done.stdout.splitlines())}
+    assert list(results) == checks, done.stderr[-2000:]
+    assert not any(results.values()), "\n".join(f"{check}: {error}" for check, error in results.items() if error)
+
+
+def test_every_name_is_known():
+    assert {check.partition(":")[0] for check in FAST} <= set(CHECKS) == set(CHECKS_OF)
+    assert all(name in CHECKS_OF[kind] for kind, _, name in (check.partition(":") for check in FAST))
+
+
+# The checks, in a process that has the GPU.
+
+
+def stays(name: str) -> None:
+    """A method on a model that lies on the GPU: compressed, generating, saved and loaded again, the same."""
+    model, ids = tiny_model("llama").to(GPU), torch.randint(96, (2, 24), device=GPU)
+    mask = (torch.arange(24, device=GPU) >= torch.tensor([[0], [3]], device=GPU)).long()
+    with tempfile.TemporaryDirectory() as folder:
+        result = compressed(name, model, texts(), Path(folder))
+        tokens = written(result.model, ids, mask)
+        astray = [key for key, tensor in result.model.state_dict().items() if not isinstance(tensor, OnGPU)]
+        assert isinstance(tokens, OnGPU) and not astray, f"not on the GPU: {astray}"
+        save_compressed(result, Path(folder, "saved"))
+        again = load_compressed(Path(folder, "saved"), device="cuda")
+        assert torch.equal(written(again, ids, mask), tokens), "another model came back"
+
+
+def passes(name: str) -> None:
+    """A method on a model that lies on the CPU, whose blocks pass through the GPU one by one."""
+    model, ids = tiny_model("llama"), texts()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        result = compressed(name, model, texts(), Path(folder), device="cuda")
+    astray = [key for key, tensor in result.model.state_dict().items() if isinstance(tensor, OnGPU)]
+    assert not astray, f"left on the GPU: {astray}"
+    written(result.model, ids, torch.ones_like(ids))
+
+
+def stored(name: str) -> None:
+    """A checkpoint of this format of a model on the GPU, which is loaded again to verify it."""
+    result = apply(parse_recipe("rtn(bits=4, group_size=32)"), tiny_model("llama").to(GPU))
+    with tempfile.TemporaryDirectory() as folder:
+        save_compressed(result, Path(folder, "saved"), save_format=name)
+
+
+def step(name: str) -> None:
+    """No step of decoding waits for the device, from the third one on."""
+    waits = waits_of_steps(STEPS[name])
+    assert not any(waits), f"the host waits: {sorted(set(sum(waits, [])))}"
+
+
+def evicting(name: str) -> None:
+    """Where text evicts while it is generated, the steps that evict wait, and no others."""
+    waits = waits_of_steps(f"{name}(budget=12, decoding=True)", 26)
+    assert 2 <= sum(map(bool, waits)) <= -(-len(waits) // 8), f"{sum(map(bool, waits))} of {len(waits)} steps wait"
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    "stays": stays, "passes": passes, "format": stored, "step": step, "evicting": evicting,
+}  # fmt: skip
+
+
+def texts() -> list[Tensor]:
+    return [torch.randint(96, (1, 24)) for _ in range(6)]
+
+
+def compressed(name: str, model: nn.Module, batches: list[Tensor], folder: Path, **how: str) -> Result:
+    """The result of the shortest recipe in which a method can act."""
+    from tests.compress.test_methods import ROWS, recipe_of
+
+    recipe = recipe_of(name) if name in ROWS else [METHODS[name](**knobs_of(name, model, batches, folder))]
+    return apply(recipe, model, batches, **how)
+
+
+def knobs_of(name: str, model: nn.Module, batches: list[Tensor], folder: Path) -> dict[str, Any]:
+    """Knobs with which a method for caches acts on a prompt of 24 tokens."""
+    method = METHODS[name]
+    chosen: dict[str, Any] = {"budget": 12} if "budget" in method.knobs() else {}
+    if "decoding" in method.knobs() and not method.runs_model:
+        chosen["decoding"] = True
+    if name in TRAINED:
+        chosen["path"] = str(folder / f"{name}.safetensors")
+        TRAINED[name](model, batches, chosen["path"])
+    return chosen | SMALL.get(name, {})
+
+
+def written(model: nn.Module, ids: Tensor, mask: Tensor, new: int = 10) -> Tensor:
+    """Greedily generated tokens [rows, new]."""
+    how = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=mask, **how)[:, -new:]
+
+
+def waits_of_steps(recipe: str, steps: int = 14) -> list[list[str]]:
+    """The places where the host waits in each step of decoding, from the third one on. The twelfth one makes codes of a
+    group of 32 positions, if a recipe does."""
+    model = tiny_model("llama").to(torch.bfloat16).to(GPU)
+    if recipe:
+        apply(parse_recipe(recipe), model, texts())
+    ids, found = torch.randint(96, (2, 24), device=GPU), []
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        for i in range(steps):
+            places = torch.full((2, 1), 24 + i, device=GPU)
+            with pretended.watched() as waits:
+                model(ids[:, :1], past_key_values=cache, position_ids=places, use_cache=True)
+            found.append(waits)
+    return found[2:]
+
+
+def main(checks: Sequence[str]) -> None:
+    warnings.filterwarnings("ignore")
+    pretended.install()
+    trellis_matmul.triton_takes = lambda device: False  # whole weights are decoded by a kernel that is no op
+    for one in checks:
+        kind, _, name = one.partition(":")
+        torch.manual_seed(0)
+        start, error = time.process_time(), ""
+        try:
+            CHECKS[kind](name)
+        except Exception as raised:
+            frames = [f for f in traceback.extract_tb(raised.__traceback__) if f.filename.startswith(pretended.OURS)]
+            where = " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames[-4:]))
+            error = f"{type(raised).__name__}: {str(raised)[:600]} ({where})"
+        print(json.dumps({"check": one, "seconds": round(time.process_time() - start, 2), "error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
