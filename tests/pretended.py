@@ -273,14 +273,15 @@ def watched() -> Iterator[list[str]]:
 
 def library() -> Path:
     """A library that tells torch's C++ of the device, if it is loaded before torch (LD_PRELOAD); built once."""
-    content = hashlib.sha256(DEVICE.encode()).hexdigest()[:8]
+    where = [str(Path(path).resolve()) for path in library_paths("cpu")]  # another environment may hold the same torch
+    content = hashlib.sha256("\n".join([DEVICE, *where]).encode()).hexdigest()[:8]
     library = cache_folder("pretended") / f"{torch.__version__}-{content}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             source, built = Path(folder, "guard.cpp"), Path(folder, library.name)
             source.write_text(DEVICE)
             flags = ["-std=c++20", "-shared", "-fPIC", *(f"-I{path}" for path in include_paths("cpu"))]
-            link = [f"{flag}{path}" for path in library_paths("cpu") for flag in ("-L", "-Wl,-rpath,")]
+            link = [f"{flag}{path}" for path in where for flag in ("-L", "-Wl,-rpath,")]
             link += ["-lc10", "-ltorch_cpu"]
             subprocess.run([*compiler(), *flags, source, "-o", built, *link], check=True)
             os.replace(built, library)

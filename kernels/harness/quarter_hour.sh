@@ -6,11 +6,11 @@
 #                                             a search for launch configurations of three hot shapes
 #
 # Further flags go to every program: `first --device cpu --toy` under TRITON_INTERPRET=1 tries the same without a GPU.
-# Nothing needs a network. Every part has a limit, and its results are collected every few seconds into at most eight
+# C++ kernels are not built there (WORKBENCH_NATIVE=0). Nothing needs a network. Every part has a limit, and its results are collected every few seconds into at most eight
 # files of $OUT (runs/quarter_hour/out), also when the time is up.
 #
 #   OPS         ops to time, by value           CHECKED     ops to check (all of them)
-#   CHECKS_S, MODEL_S, CONTESTS_S, SECOND_S     seconds of the parts; 0 leaves a part out
+#   CHECKS_S, METHODS_S, MODEL_S, CONTESTS_S, SECOND_S     seconds of the parts; 0 leaves a part out
 #   RED         second: ops for compute-sanitizer; by default those that were red in the first command
 #   WORKBENCH_COMMIT    the commit, where the checkout was copied without its history
 set -u
@@ -87,14 +87,25 @@ checks() {  # checks NAME SECONDS FLAGS...: `validate` closes by itself a few se
 }
 PREFIX=
 
+methods() {  # methods SECONDS: every method and policy on a small model on this GPU, in six processes; results as lines
+    [ "$1" -gt 0 ] && command -v nvidia-smi >/dev/null || return 0
+    for i in 1 2 3 4 5 6; do
+        WORKBENCH_NATIVE=0 TQDM_DISABLE=1 timeout -k 5 "$1" "$PYTHON" -m tests.compress.test_on_a_gpu --real --part $i/6 \
+            >"$WORK/parts/methods-$i.log" 2>>"$LOG" &
+        pids="${pids:-} $!"
+    done
+    wait $pids
+}
+
 first() {
     if command -v nvidia-smi >/dev/null; then part clocks 10 nvidia-smi -q -d CLOCK,POWER,PERFORMANCE; fi
     checks checks "${CHECKS_S:-95}" --checks-only ${CHECKED:+--ops "$CHECKED"} "$@"
+    methods "${METHODS_S:-60}"
     if [ -f kernels/harness/model.py ]; then
         part model "${MODEL_S:-205}" "$PYTHON" -m kernels.harness.model --out "$WORK/parts/model.jsonl" \
             --budget $((${MODEL_S:-205} > 20 ? ${MODEL_S:-205} - 15 : 5)) "$@"
     fi
-    checks contests "${CONTESTS_S:-255}" --no-checks --one-process \
+    checks contests "${CONTESTS_S:-195}" --no-checks --one-process \
         --ops "${OPS:-int_matmul,kv_decode,w8a8_matmul,w4a8_matmul,lut_matmul}" "$@"
 }
 

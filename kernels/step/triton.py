@@ -8,6 +8,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from kernels.capability import on_its_device  # noqa: E402
 from kernels.step.program import ACTIVATIONS, Norm  # noqa: E402
 from kernels.tuning import Compilation  # noqa: E402
 
@@ -91,6 +92,7 @@ def gate_kernel(gate, up, y, inner, gate_stride, up_stride, ACTIVATION: tl.const
     tl.store(y + row * inner + i, (a * b).to(y.dtype.element_ty), mask=i < inner)
 
 
+@on_its_device
 def add_norm(residual: Tensor, added: Tensor | None, after: Norm | None, norm: Norm | None, y: Tensor) -> Tensor:
     """Like `between.add_norm`."""
     rows, columns = residual.shape
@@ -103,13 +105,14 @@ def add_norm(residual: Tensor, added: Tensor | None, after: Norm | None, norm: N
     return y
 
 
+@on_its_device
 def turn_and_store(
+    keys: Tensor,
+    values: Tensor,
     qkv: tuple[Tensor, Tensor, Tensor],
     tables: tuple[Tensor, Tensor],
     length: Tensor,
     norms: tuple[Norm | None, Norm | None],
-    keys: Tensor,
-    values: Tensor,
 ) -> Tensor:
     """Like `between.turn_and_store`."""
     (batch, kv_heads, positions, channels), (q, k, v) = keys.shape, qkv
@@ -124,6 +127,7 @@ def turn_and_store(
     return turned
 
 
+@on_its_device
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Like `between.gated`."""
     rows, inner = gate.shape

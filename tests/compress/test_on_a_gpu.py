@@ -2,9 +2,11 @@
 devices, everything lies where it belongs, and a step of decoding does not wait for the device.
 
 A process of its own pretends the GPU: `python -m tests.compress.test_on_a_gpu CHECK:NAME ...` prints a line of JSON for
-each check.
+each check. On a machine with a GPU, `--real` runs the same there (without the checks of waiting), and `--part 2/6` the
+second sixth of all checks.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -30,7 +32,7 @@ from kernels import trellis_matmul
 from kernels.compiler import compiler
 from tests import pretended
 from tests.architectures import tiny_model
-from tests.pretended import GPU, OnGPU
+from tests.pretended import GPU
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = {"bnb_nf4", "bnb_int8"}  # bitsandbytes launches kernels of its own
@@ -94,8 +96,8 @@ def stays(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         result = compressed(name, model, texts(), Path(folder))
         tokens = written(result.model, ids, mask)
-        astray = [key for key, tensor in result.model.state_dict().items() if not isinstance(tensor, OnGPU)]
-        assert isinstance(tokens, OnGPU) and not astray, f"not on the GPU: {astray}"
+        astray = [key for key, tensor in result.model.state_dict().items() if not tensor.is_cuda]
+        assert tokens.is_cuda and not astray, f"not on the GPU: {astray}"
         save_compressed(result, Path(folder, "saved"))
         again = load_compressed(Path(folder, "saved"), device="cuda")
         assert torch.equal(written(again, ids, mask), tokens), "another model came back"
@@ -106,7 +108,7 @@ def passes(name: str) -> None:
     model, ids = tiny_model("llama"), texts()[0]
     with tempfile.TemporaryDirectory() as folder:
         result = compressed(name, model, texts(), Path(folder), device="cuda")
-    astray = [key for key, tensor in result.model.state_dict().items() if isinstance(tensor, OnGPU)]
+    astray = [key for key, tensor in result.model.state_dict().items() if tensor.is_cuda]
     assert not astray, f"left on the GPU: {astray}"
     written(result.model, ids, torch.ones_like(ids))
 
@@ -182,10 +184,20 @@ def waits_of_steps(recipe: str, steps: int = 14) -> list[list[str]]:
     return found[2:]
 
 
-def main(checks: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.compress.test_on_a_gpu")
+    parser.add_argument("checks", nargs="*", help="CHECK:NAME; without any, all of them")
+    parser.add_argument("--real", action="store_true", help="on this machine's GPU, not on a pretended one")
+    parser.add_argument("--part", default="1/1", help="2/6: the second sixth of the checks")
+    options = parser.parse_args(arguments)
+    kinds = [kind for kind in CHECKS if not (options.real and kind in ("step", "evicting"))]
+    checks = options.checks or [f"{kind}:{name}" for kind in kinds for name in CHECKS_OF[kind]]
+    part, parts = map(int, options.part.split("/"))
+    checks = checks[part - 1 :: parts]
     warnings.filterwarnings("ignore")
-    pretended.install()
-    trellis_matmul.triton_takes = lambda device: False  # whole weights are decoded by a kernel that is no op
+    if not options.real:
+        pretended.install()
+        trellis_matmul.triton_takes = lambda device: False  # whole weights are decoded by a kernel that is no op
     for one in checks:
         kind, _, name = one.partition(":")
         torch.manual_seed(0)

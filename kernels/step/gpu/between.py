@@ -61,7 +61,7 @@ def turn_and_store(
     if _by_triton(keys, impl):
         from kernels.step import triton
 
-        return triton.turn_and_store(qkv, tables, length, norms, keys, values)
+        return triton.turn_and_store(keys, values, qkv, tables, length, norms)
     batch, channels = len(keys), keys.shape[3]
     q, k, v = (x.unflatten(1, (-1, channels)) for x in qkv)
     at = length[:, 0].long() - 1
