@@ -45,8 +45,12 @@ class GraphStep:
         torch.cuda.current_stream(device).wait_stream(side)
         body.at(0)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), _no_collection(), torch.cuda.graph(graph, pool=pool):
-            self._run()
+        try:
+            with torch.cuda.device(device), _no_collection(), torch.cuda.graph(graph, pool=pool):
+                self._run()
+        except Exception:
+            _forget_capture(device)
+            raise
         self._graph = graph
 
     def at(self, held: int) -> None:
@@ -63,6 +67,13 @@ class GraphStep:
     def _run(self) -> None:
         self.logits = self.body(self.tokens)
         self.tokens.copy_(largest(self.logits)[:, None])
+
+
+def _forget_capture(device: torch.device) -> None:
+    """Reset torch's generator after a failed capture: it would stay in capture mode, in which it draws no numbers."""
+    torch.cuda.synchronize(device)
+    generator = torch.cuda.default_generators[device.index or 0]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 @contextmanager
