@@ -18,7 +18,7 @@ from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
 from kernels.kv_decode import Listed
 from kernels.kv_decode.apart import kv_decode_apart
 from kernels.kv_decode.ranked import Ranked
-from kernels.step.cache import Lent
+from kernels.step.lent import Lent
 
 EXACT = Precision()
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -18,7 +18,8 @@ from compress.kv.reading.method import Glance, Reading
 from compress.kv.storage import Slab
 from compress.kv.support import check_model, key_shape, key_shapes, left_alone, storing_layers
 from kernels.kv_decode import KV, dequantize_kv, kv_decode
-from kernels.step.cache import Lent, NewTokens, Sparse
+from kernels.step.cache import NewTokens
+from kernels.step.lent import Lent, Sparse
 
 NAME = "workbench_kv_static"
 SMALL = 0.1  # size of made-up keys and values: with large ones, the logits depend on rounding

@@ -10,7 +10,7 @@ from compress.kv.growing import Growing
 from compress.kv.precision import Held, Precision, outlier_factors
 from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode, merge_parts, quantize_kv, quantize_kv_float8
 from kernels.kv_decode.ranked import Ranked, kv_decode_ranked
-from kernels.step.cache import Lent
+from kernels.step.lent import Lent
 
 
 class Slab(Held):

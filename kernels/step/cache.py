@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 
 from kernels.step.between import turn_and_store
 from kernels.step.decoder import Decoder, DecoderBlock, NotNative
+from kernels.step.lent import Lent
 
 SPARE = 256  # free positions that a cache is given after those in use
 LARGER = 1.5  # factor by which a full cache grows
@@ -29,54 +30,6 @@ class LayerRoom:
     keys: Tensor
     values: Tensor
     length: Tensor
-
-
-class Sparse(NamedTuple):
-    """The positions of a lent layer that a token reads, beside its own: pages that are ranked by bounds of their keys,
-    or the entries of a list; if neither is given, all positions.
-
-    Attributes:
-        bounds, pages, page, most: as in `kernels.kv_decode.pages.page_list`, for the positions before the token. A step
-            updates the bounds with the new key; they have a page for it.
-        indices, lengths: as in `kernels.kv_decode.Listed`, with the token itself.
-    """
-
-    bounds: Tensor | None = None
-    pages: Tensor | None = None
-    page: int = 1
-    most: int = 0
-    indices: Tensor | None = None
-    lengths: Tensor | None = None
-
-
-class Lent(NamedTuple):
-    """The stored cache of a layer, for each part of its kv heads, in tensors with room for one more position, which a
-    decoding step writes.
-
-    Attributes:
-        k, v: codes, with scales `params_k`, `params_v`, as in `kernels.kv_decode.KV`, and a tail of positions that are
-            not quantised, [B, H, room, D] in 16 bits; if nothing is quantised, k and v are like the tail, and the
-            others are empty.
-        starts: [B, H] int32, the first position of each row.
-        counts: for each part, the number of quantised positions and of those after them, without the new one.
-        bits, group: of the codes; 16 bits if there are none.
-        turned_keys, turned_values: are they stored after a Hadamard transform with the widest block of channels?
-        sparse: which positions are read; if not all are read, all heads form one part.
-    """
-
-    k: list[Tensor]
-    v: list[Tensor]
-    params_k: list[Tensor]
-    params_v: list[Tensor]
-    tail_k: list[Tensor]
-    tail_v: list[Tensor]
-    starts: list[Tensor]
-    counts: list[int]
-    bits: int
-    group: int
-    turned_keys: bool = False
-    turned_values: bool = False
-    sparse: Sparse = Sparse()
 
 
 class NewTokens(NamedTuple):

@@ -9,7 +9,7 @@ from kernels import native
 from kernels.hadamard import widest_block
 from kernels.hadamard.cpu import factors
 from kernels.registry import ran
-from kernels.step.cache import Lent
+from kernels.step.lent import Lent
 from kernels.step.program import ACTIVATIONS, Attention, Change, Handed, Norm, Products, Program, Weight
 
 RESIDUAL, ATTENDED = -1, -2  # numbers of a product's input in native/step_types.inc

@@ -91,10 +91,14 @@ def test_every_op_has_cases_and_a_kernel():
 
 @pytest.mark.slow
 @outside
-def test_ops_import_where_triton_is_not_installed():
+def test_ops_import_where_triton_and_transformers_are_not_installed():
     """And where it is, no op loads its kernels before it is called. (torch itself may import triton.)"""
     modules = ", ".join(f"kernels.{op}, kernels.{op}.cases" for op in OPS)
-    run("-c", f"import sys; sys.modules['triton'] = None; import {modules}", interpret=False)
+    run(
+        "-c",
+        f"import sys; sys.modules['triton'] = sys.modules['transformers'] = None; import {modules}",
+        interpret=False,
+    )
     loaded = "[m for m in sys.modules if m.startswith('kernels.') and m.endswith('.triton')]"
     run("-c", f"import sys, {modules}; assert not {loaded}, {loaded}", interpret=False)
 

@@ -12,7 +12,7 @@ from compress.kv.reading.method import Glance, Reading, Role
 from compress.kv.storage import from_start
 from kernels.kv_decode import KV, Listed, kv_decode
 from kernels.kv_decode.ranked import Ranked, kv_decode_ranked
-from kernels.step.cache import Sparse
+from kernels.step.lent import Sparse
 
 
 class FixedSlab(Protocol):

@@ -13,7 +13,7 @@ from compress.kv.reading.method import Glance, Reading
 from compress.kv.storage import Slab, from_start, joined
 from kernels.kv_decode import Listed
 from kernels.kv_decode.ranked import Ranked
-from kernels.step.cache import Lent, Sparse
+from kernels.step.lent import Lent, Sparse
 
 
 def choose(scores: Tensor, tokens: Tensor, page: int, wanted: Tensor, most: int) -> Tensor:
