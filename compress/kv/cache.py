@@ -30,7 +30,8 @@ from compress.kv.reading.reader import Reader
 from compress.kv.rotation import learned_rotations, turn_of
 from compress.kv.storage import joined, slabs_of
 from compress.kv.support import keeping_layers, storing_layers
-from kernels.step.cache import Lent, NewTokens
+from kernels.step.cache import NewTokens
+from kernels.step.lent import Lent
 
 INTERVAL = 8  # while text is generated, evict after this number of tokens, or an eighth of the budget
 # Attributes that a copy of an observing cache's layer does not share with it.

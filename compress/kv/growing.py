@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kernels.step.cache import Lent
+from kernels.step.lent import Lent
 
 SPARE = 8  # room for an eighth more, at least 16 positions, before a window moves to the front of its tensors
 

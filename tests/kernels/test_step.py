@@ -14,7 +14,7 @@ from kernels.int_matmul import pack, to_panels
 from kernels.lut_matmul import NF4, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
 from kernels.step import Attention, Change, DecodeStep, Norm, Products, Program, Weight
-from kernels.step.cache import Lent
+from kernels.step.lent import Lent
 from kernels.step.program import Handed
 from kernels.step.reference import decode_step
 from kernels.trellis_matmul import UNIT, Trellis, length_for
