@@ -121,7 +121,6 @@ KNOWN_CIRCLES = {
     "kernels: hadamard, harness, int_matmul, kv_decode, lut_matmul, prompt_attention, step, trellis_matmul, "
     "w4a8_matmul, w8a8_matmul",
     "notebooks.batch: engines, job, sweep",
-    "reports: page, parts",
 }  # to be untied
 
 

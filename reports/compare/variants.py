@@ -9,7 +9,7 @@ from typing import NamedTuple
 from eval.record.rows import RunRecord
 from reports.compare.noise import Effect
 from reports.compare.outcome import RunOutcome
-from reports.page.caches import FULL, cache_rows
+from reports.parts.caches import FULL, cache_rows
 from reports.parts.plots import finite
 from reports.parts.text import clean
 

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from eval.record.rows import Drop, LayerRow, RunRecord, Strengths, typed
-from reports.page.strengths import strength_tables
 from reports.parts import plots
 from reports.parts.figures import Figures
 from reports.parts.plots import ACCENT, SECOND, Line
+from reports.parts.strengths import strength_tables
 
 SPARSE = 0.005  # a weight with a smaller share of zeros is not called sparse: rounding makes some zeros, too
 _KINDS = {"attention": "attention", "mlp": "MLPs", "block": "blocks"}

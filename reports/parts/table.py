@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from eval.record.rows import RunRecord, typed
-from reports.page.caches import cache_rows, speed_rows
-from reports.page.strengths import strength_tables
+from reports.parts.caches import cache_rows, speed_rows
 from reports.parts.metrics import change, fmt, percent
+from reports.parts.strengths import strength_tables
 
 START, END = "<!-- workbench ", "<!-- end -->"
 _KINDS = "table|strengths|cache|cache-speed|tasks"

@@ -11,9 +11,9 @@ import torch
 from eval.record.rows import typed
 from eval.record.schema import read_record
 from notebooks.study.parameters import FOLDER
-from reports.page.caches import cache_rows, speed_rows
 from reports.page.kv import context
 from reports.page.render import page, render
+from reports.parts.caches import cache_rows, speed_rows
 from reports.parts.table import cache_markdown, cache_speed_markdown, updated
 
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
