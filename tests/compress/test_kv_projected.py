@@ -11,10 +11,10 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from compress import METHODS, apply, load_compressed, load_model, save_compressed
+from compress.commands.find_components import find, kept_share, second_moments
 from compress.inputs.calibration import calibration
 from compress.kv import attach, attached, attachment_of
 from compress.kv.precision import Precision, Projection
-from compress.kv.projecting.find_components import find, kept_share, second_moments
 from compress.kv.projecting.matryoshka import components, rank_of
 from compress.kv.static import MadeUpCache, decoder
 from compress.kv.storage import slabs_of

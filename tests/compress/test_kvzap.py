@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from compress import METHODS, apply
+from compress.commands.train_kvzap import examples, train
 from compress.kv import CompressedCache, attach, attached
 from compress.kv.learned.networks import fit, scorers
-from compress.kv.learned.train_kvzap import examples, train
 from compress.kv.storage import joined
 
 

@@ -6,9 +6,9 @@ from torch.testing import assert_close
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from compress import METHODS
+from compress.commands import train_costs
+from compress.commands.train_costs import LEFT, costs, examples, train
 from compress.kv import attached
-from compress.kv.learned import train_costs
-from compress.kv.learned.train_costs import LEFT, costs, examples, train
 
 
 def test_a_cost_is_how_far_an_output_moves_times_the_slope_of_the_loss(tiny, tokens):

@@ -7,10 +7,10 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from compress import METHODS, apply
+from compress.commands.train_kvzap import train as train_kvzap
+from compress.commands.train_locret import examples, smooth_loss, train
 from compress.kv import attach, attached
 from compress.kv.learned.networks import scorers
-from compress.kv.learned.train_kvzap import train as train_kvzap
-from compress.kv.learned.train_locret import examples, smooth_loss, train
 
 LOCRET = METHODS["locret"]
 

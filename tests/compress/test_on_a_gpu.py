@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from compress import METHODS, Result, apply, load_compressed, save_compressed
 from compress.checkpoint.save import SAVE_FORMATS
-from compress.kv.learned import train_kvzap, train_locret
-from compress.kv.projecting import find_components
+from compress.commands import find_components, train_kvzap, train_locret
 from compress.recipe import parse_recipe
 from kernels import trellis_matmul
 from kernels.compiler import compiler

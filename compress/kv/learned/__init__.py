@@ -1,1 +1,1 @@
-"""Eviction by small networks that are trained once per model: the policies, and the training of the networks."""
+"""Eviction by small networks that are trained once per model: the policies, and the reading of the networks."""

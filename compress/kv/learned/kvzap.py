@@ -10,7 +10,7 @@ from compress.kv.policy import ALLOCATIONS, Policy
 from compress.kv.seen import Seen
 from compress.method import knob
 
-COMMAND = "compress.kv.learned.train_kvzap"
+COMMAND = "compress.commands.train_kvzap"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class KVzap(Policy):
     """Keeps the positions to which a second reading of the prompt would attend most, as small networks predict.
 
     A network for every layer sees the hidden state that the attention reads, and predicts the logarithm of KVzip's
-    score for each kv head. They are trained once per model, in minutes, by the module `train_kvzap` beside this one,
+    score for each kv head. They are trained once per model, in minutes, by `compress.commands.train_kvzap`,
     and scoring costs a small product per token in place of a second reading of the prompt. Deviations: the target is
     KVzip's score, not its refinement by the norms of values; the highest scores within a budget stay, where the paper
     keeps those above a threshold. Networks that `train_costs` has written predict how much the loss can change when a
@@ -26,7 +26,7 @@ class KVzap(Policy):
     network of several, such as one of each kind. Long contexts need networks that were trained on long texts.
     """
 
-    path: str = knob("", "file of the trained networks, as `python -m compress.kv.learned.train_kvzap` writes it")
+    path: str = knob("", "file of the trained networks, as `python -m compress.commands.train_kvzap` writes it")
     allocation: str = knob("global", "how the budget is shared out", choices=ALLOCATIONS)
     sinks: int = knob(4, "tokens at the beginning that always stay", range=(0, 1024))
     recent: int = knob(16, "tokens at the end that always stay", range=(0, 65536))

@@ -12,7 +12,7 @@ from compress.kv.seen import Seen
 from compress.kv.support import key_shapes, layer_config
 from compress.method import knob
 
-COMMAND = "compress.kv.learned.train_locret"
+COMMAND = "compress.commands.train_locret"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +23,14 @@ class Locret(Policy):
     and predicts for each kv head the largest attention logit that a later answer gives to the position. A score is
     given once and never changes, because it depends on nothing behind the token; so prompts can be read in chunks and
     evicted after each, and the last tokens (stabilizers) always stay, on which the next chunk depends most. The
-    networks are trained once per model, in minutes, by the module `train_locret` beside this one.
+    networks are trained once per model, in minutes, by `compress.commands.train_locret`.
 
     Deviations: the networks see queries and keys as they are before RoPE; they are trained on the last quarter of plain
     texts in the place of answers to instructions. Predictions are logits, which are not comparable between heads, so
     that every head gets a fixed number of positions, as in the paper. `sinks` are not in the paper.
     """
 
-    path: str = knob("", "file of the trained networks, as `python -m compress.kv.learned.train_locret` writes it")
+    path: str = knob("", "file of the trained networks, as `python -m compress.commands.train_locret` writes it")
     allocation: str = knob(
         "uniform", "how the budget is shared out, by the number of positions alone", choices=("uniform", "pyramid")
     )

@@ -20,8 +20,8 @@ class Matryoshka(Projecting):
     """Keeps keys and values as their projections onto the first principal components of each kv head.
 
     Queries are multiplied by projected keys, q · k ≈ (q U) · (k U), and the sums of projected values are lifted back to
-    all channels once a step. The components are found once per model, on calibration tokens, by the module
-    `find_components` beside this one. One file serves all ranks, because the components are sorted by their share.
+    all channels once a step. The components are found once per model, on calibration tokens, by
+    `compress.commands.find_components`. One file serves all ranks, because the components are sorted by their share.
     Prompts are read with exact keys and values, which are projected when they are kept. Projections come first:
     policies score the projected keys, and `kv_int` makes codes of them. The components belong to the model and are not
     counted in the bytes of a cache. Keys and values of different ranks are read by plain torch, because the decode
@@ -34,7 +34,7 @@ class Matryoshka(Projecting):
     would have to be lifted and rotated again at every step. `find_components` prints the shares for both.
     """
 
-    path: str = knob("", "file of the components, as `python -m compress.kv.projecting.find_components` writes it")
+    path: str = knob("", "file of the components, as `python -m compress.commands.find_components` writes it")
     key_rank: float = knob(
         0.5, "components of keys that are kept, as a share of the channels of a head", range=(0.0, 1.0), describes=True
     )
@@ -56,7 +56,7 @@ class Matryoshka(Projecting):
 
     def check(self, model: nn.Module) -> None:
         super().check(model)
-        command = "`python -m compress.kv.projecting.find_components --model MODEL --out FILE` writes one"
+        command = "`python -m compress.commands.find_components --model MODEL --out FILE` writes one"
         if not self.path:
             raise ValueError(f"`path` (='') of {self.name} must name a file of components; {command}")
         if not Path(self.path).is_file():

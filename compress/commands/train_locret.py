@@ -1,6 +1,6 @@
 """Train the networks with which `locret` scores: they predict attention logits of answers from queries, keys, values.
 
-$ python -m compress.kv.learned.train_locret --model smollm2-135m --out locret.safetensors
+$ python -m compress.commands.train_locret --model smollm2-135m --out locret.safetensors
 """
 
 import time
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 from tqdm.auto import tqdm
 
-from compress.inputs.command import given
+from compress.commands.options import given
 from compress.kv.attach import attached
 from compress.kv.learned.locret import features, largest_logits
 from compress.kv.learned.networks import Fitted, fit_all, summary

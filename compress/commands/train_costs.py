@@ -1,6 +1,6 @@
 """Train networks for `kvzap` that predict from hidden states the cost of losing each token.
 
-$ python -m compress.kv.learned.train_costs --model smollm2-135m --out costs.safetensors
+$ python -m compress.commands.train_costs --model smollm2-135m --out costs.safetensors
 
 KVzip's score of a position is the largest attention that it gets in any head when the prompt is read again. But the
 attention of some heads matters more than that of others. Here the score is a first-order bound of the change of the
@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from compress.inputs.command import given
+from compress.commands.options import given
 from compress.kv.attach import attached
 from compress.kv.attention import attention, noted_hidden
 from compress.kv.learned.networks import Fitted, fit_all, summary

@@ -1,6 +1,6 @@
 """Find the principal components of keys and values that `matryoshka` projects onto.
 
-$ python -m compress.kv.projecting.find_components --model smollm2-135m --out components.safetensors
+$ python -m compress.commands.find_components --model smollm2-135m --out components.safetensors
 """
 
 import time
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from compress.inputs.command import given
+from compress.commands.options import given
 from compress.kv.attach import attached
 from compress.kv.projecting.matryoshka import rank_of
 from compress.kv.storage import joined

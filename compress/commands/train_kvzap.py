@@ -1,6 +1,6 @@
 """Train the networks with which `kvzap` scores: they predict KVzip's scores of texts from hidden states.
 
-$ python -m compress.kv.learned.train_kvzap --model smollm2-135m --out kvzap.safetensors
+$ python -m compress.commands.train_kvzap --model smollm2-135m --out kvzap.safetensors
 """
 
 import time
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from compress.inputs.command import given
+from compress.commands.options import given
 from compress.kv.attach import attached
 from compress.kv.eviction.kvzip import KVzip
 from compress.kv.learned.networks import Fitted, fit_all, summary
