@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
+from compress.checkpoint.gguf.embedded import EMBEDDED, gguf_file
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
 from compress.dropped import dropped_parts
 from compress.embedding import find_ends
-from compress.inputs.embedded import EMBEDDED, gguf_file
 from compress.linear import compressed_linears
 
 CARD = "README.md"

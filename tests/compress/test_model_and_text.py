@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from compress import METHODS, apply, calibration, held_out, load_model, save_compressed
+from compress.checkpoint.gguf.embedded import EMBEDDED
 from compress.inputs import gguf
 from compress.inputs.calibration import beginning
 from compress.inputs.corpus import PARTS, apart, load_text
-from compress.inputs.embedded import EMBEDDED
 from compress.inputs.gguf import shuffle
 from compress.inputs.model import weights_sha256
 from eval.writing.generation import encode_prompt

@@ -6,9 +6,9 @@ import re
 import nbformat
 import pytest
 
+from compress.checkpoint.gguf.embedded import EMBEDDED
 from compress.inputs import hub
 from compress.inputs import model as models
-from compress.inputs.embedded import EMBEDDED
 from eval.record.schema import read_record
 from kernels import source
 from notebooks.batch.plan import plan

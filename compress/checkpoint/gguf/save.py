@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from compress.checkpoint.gguf import models
+from compress.checkpoint.gguf.embedded import gguf_file
 from compress.checkpoint.gguf.tokenizer import Vocabulary, fields_of, from_file, from_transformers, without_tokens
 from compress.checkpoint.gguf.types import (
     ROUNDING,
@@ -32,7 +33,6 @@ from compress.checkpoint.save_format import Checkpoint, Verification
 from compress.checkpoint.tied import true_config
 from compress.checkpoint.verify import prompts
 from compress.embedding import compressed_embeddings
-from compress.inputs.embedded import gguf_file
 from compress.linear import compressed_linears, replace
 
 FLOATS = (GGML.F32, GGML.F16, GGML.BF16)
