@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
+from compress.floats import ROUNDINGS, Float, float_named
 from compress.formats.scales import SCALE_KINDS, TILES
-from compress.grid.floats import ROUNDINGS, Float, float_named
 from compress.grid.grids import GRIDS, TABLES
 from compress.grid.integer import check_group_size
 from compress.grid.nearest import rtn

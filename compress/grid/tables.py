@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compress.grid.floats import E2M1, E2M3, E3M2
+from compress.floats import E2M1, E2M3, E3M2
 from kernels.lut_matmul import NF4, normal_float
 
 # The table of llama.cpp's IQ4_NL and IQ4_XS (`kvalues_iq4nl` of ggml): steps that grow with the distance from 0.

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from compress.grid.floats import E2M1, E4M3, Float
+from compress.floats import E2M1, E4M3, Float
 from compress.transforms.base import Transform
 from compress.transforms.permutation import check_order
 

@@ -11,7 +11,7 @@ float64, in which pychop takes logarithms without error. Its formats keep their 
 import torch
 from pychop import Chop
 
-from compress.grid.floats import Float
+from compress.floats import Float
 
 ROUNDINGS = {"nearest": 1, "up": 2, "down": 3, "zero": 4}  # as pychop numbers them
 FORMATS = ((2, 1), (2, 3), (3, 2), (4, 3), (5, 2), (5, 10), (8, 7))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from compress.floats import E4M3
 from compress.grid.emulate import OPS, emulate, table_softmax
-from compress.grid.floats import E4M3
 from compress.linear import is_linear, weight_of
 
 

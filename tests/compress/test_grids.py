@@ -10,9 +10,9 @@ from gguf import GGMLQuantizationType as GGML
 
 from compress import METHODS, apply, load_compressed, save_compressed
 from compress.checkpoint.gguf.types import encode, grid_of
+from compress.floats import E2M1, E4M3, E5M2, FLOATS, ROUNDINGS, Float, float_named
 from compress.formats import FORMATS
 from compress.formats.scales import INTEGERS, SCALE_KINDS, super_groups
-from compress.grid.floats import E2M1, E4M3, E5M2, FLOATS, ROUNDINGS, Float, float_named
 from compress.grid.grids import GRIDS, TABLES, Table, make_grid, scale_rule
 from compress.grid.learned import learn_table
 from compress.grid.nearest import rtn
