@@ -39,7 +39,7 @@ from compress.kv.projecting.xkv import XKV
 from compress.kv.reading.quest import Quest
 from compress.kv.reading.shadowkv import ShadowKV
 from compress.kv.reading.tidaldecode import TidalDecode
-from compress.kv.smooth_keys import SmoothKeys
+from compress.kv.smoothing.smooth_keys import SmoothKeys
 from compress.kv.storing.kv_fp8 import KVFloat8
 from compress.kv.storing.kv_int import KVInt
 from compress.kv.storing.zipvl import ZipVL

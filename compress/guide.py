@@ -20,7 +20,7 @@ FAMILIES = {
     "weights": "quantisation of weights", "tuning": "quantisation of weights",
     "activations": "quantisation of activations", "rotations": "quantisation of activations",
     "pruning": "pruning", "correction": "parts that are added",
-    "kv": "KV cache", "eviction": "KV cache", "storing": "KV cache", "learned": "KV cache",
+    "smoothing": "KV cache", "eviction": "KV cache", "storing": "KV cache", "learned": "KV cache",
     "reading": "KV cache", "projecting": "KV cache",
 }  # families of the methods of every folder  # fmt: skip
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from compress import load_model
 from compress.inputs.corpus import load_text
 from compress.kv import CompressedCache, attached
-from compress.kv.reading.offload import tiers
+from compress.kv.tiers import tiers
 from compress.method import Method
 from compress.recipe import parse_recipes
 from eval.record.files import write_whole

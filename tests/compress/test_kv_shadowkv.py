@@ -11,10 +11,11 @@ from compress import METHODS, apply, load_compressed, save_compressed
 from compress.kv import attach, attached, attachment_of
 from compress.kv.layer import KVLayer
 from compress.kv.reading.chunked import ChunkedSlab
-from compress.kv.reading.offload import Offloaded, tiers
+from compress.kv.reading.offload import Offloaded
 from compress.kv.reading.reader import Reader
 from compress.kv.static import MadeUpCache, decoder
 from compress.kv.storage import joined
+from compress.kv.tiers import tiers
 from eval.contexts.haystack import Question, Sample
 from eval.contexts.long_context import score_long_context
 

@@ -4,12 +4,10 @@ import copy
 import mmap
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from compress.kv.cache import CompressedCache
 
 
 class Offloaded:
@@ -68,25 +66,3 @@ def check_folder(name: str, folder: str) -> None:
             pass
     except OSError as error:
         raise ValueError(f"`path` (={folder!r}) of {name} must be a folder that can be written to: {error}") from error
-
-
-class Tiers(NamedTuple):
-    """The bytes of a cache in each place.
-
-    Attributes:
-        near: bytes in the memory that attention reads.
-        far: bytes outside of this memory, in `Offloaded`.
-        fetched: bytes that were fetched from outside so far.
-    """
-
-    near: int
-    far: int
-    fetched: int
-
-
-def tiers(cache: CompressedCache) -> Tiers:
-    """The bytes of a cache by place (`CompressedCache.nbytes` counts both), and the number that was fetched."""
-    parts = [getattr(slab, "values", None) for layer in cache.filled for slab in layer.slabs]
-    parts = [part for part in parts if isinstance(part, Offloaded)]
-    far = sum(part.nbytes for part in parts)
-    return Tiers(cache.nbytes - far, far, sum(part.fetched for part in parts))

@@ -27,7 +27,7 @@ class ShadowKV(Reading):
     truncated singular value decomposition). The mean of the rotated keys of a chunk is its landmark. A token reads the
     chunks whose landmarks get the largest softmax from its query: their keys are computed from the factors and rotated,
     and their values are fetched from main memory or, with `path`, from a mapped file; `tiers` in
-    `compress.kv.reading.offload` counts the bytes. For each head, the chunks with the keys that are least like their
+    `compress.kv.tiers` counts the bytes. For each head, the chunks with the keys that are least like their
     landmarks, by cosine, stay exact and are always read. So are the last 4 whole chunks of the prompt, the positions
     behind them, and all tokens that are written afterwards.
 

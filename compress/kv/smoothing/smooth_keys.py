@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from compress.kv.smoothing.key_links import KeyLink, key_link
 from compress.linear import is_linear, weight_of
 from compress.method import Method, knob
 from compress.records import FoldRecord
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, advance, block_calls, on_device, run_block
 from compress.walk.folds.checks import binned, difference, logits_of, show_largest, summary, tolerance
-from compress.walk.folds.keys import KeyLink, key_link
 from compress.walk.folds.links import made_up_batch
 from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import progress_bar

@@ -1,0 +1,1 @@
+"""Scaling of keys against queries, folded into the weights that give them."""
