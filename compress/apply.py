@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from compress.dropped import undone_if_refused
-from compress.inputs.calibration import tokens_sha256
-from compress.inputs.model import check_device, weights_sha256
+from compress.inputs.model import check_device
 from compress.kv.attach import attach, check_attach
 from compress.kv.policy import CacheMethod
 from compress.linear import parameter_count, sharing_copy
@@ -28,6 +27,7 @@ from compress.walk.capture import activations_on_disk, check_runs, device_of, on
 from compress.walk.experts import is_fused_experts, split_experts
 from compress.walk.finite import naming
 from compress.walk.folds.folding import FoldingMethod
+from compress.walk.identity import tokens_sha256, weights_sha256
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.offload import is_offloaded, offloaded_parts, original_linears
 from compress.walk.once.calibrated import Shared, check_calibrate, shared_statistics

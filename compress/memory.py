@@ -41,8 +41,8 @@ from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import micro_batches
 from compress.walk.folds.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
-from compress.walk.lockstep import HELD_BYTES
 from compress.walk.offload import is_offloaded, offloaded_parts
+from compress.walk.original.lockstep import HELD_BYTES
 from compress.walk.statistics import PAIRED
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,

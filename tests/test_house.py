@@ -114,7 +114,7 @@ def circles_of_rooms() -> dict[str, list[str]]:
 
 
 KNOWN_CIRCLES = {
-    "compress: allocation, checkpoint, dropped, fewer_blocks, inputs, kv, method, result, walk",
+    "compress: method, walk",
     "compress.walk: ends, once",
     "kernels: hadamard, harness, int_matmul, kv_decode, lut_matmul, prompt_attention, step, trellis_matmul, "
     "w4a8_matmul, w8a8_matmul",

@@ -1,6 +1,5 @@
 """Calibration batches, and the held-out tokens of the same corpus for scores."""
 
-import hashlib
 from collections.abc import Sequence
 from html import escape
 
@@ -9,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from compress.inputs.corpus import apart, load_text
+from compress.walk.identity import tokens_sha256
 from kernels.special_tokens import beginning
 
 
@@ -80,15 +80,6 @@ def calibration(
 def held_out(tokenizer: PreTrainedTokenizerBase, *, corpus: str = "pydocs") -> Tensor:
     """Tokens [1, n] of the evaluation part of a corpus, its documents joined by blank lines, with no special tokens."""
     return _tokens(tokenizer, load_text(corpus, "evaluation"))[None]
-
-
-def tokens_sha256(batches: list[Tensor]) -> str:
-    """Hash of the tokens of all batches."""
-    digest = hashlib.sha256()
-    for batch in batches:
-        digest.update(str(tuple(batch.shape)).encode())
-        digest.update(batch.to(torch.int64).cpu().contiguous().numpy())
-    return digest.hexdigest()
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Tensor:

@@ -1,6 +1,5 @@
 """Models by name: a hub id, a local folder, a GGUF file, an embedded model, or a tiny random one."""
 
-import hashlib
 import re
 from pathlib import Path
 
@@ -26,8 +25,7 @@ from compress.checkpoint.tied import settle_tying
 from compress.inputs.gguf import converted
 from compress.inputs.hub import quick_to_fail, revision
 from compress.inputs.on_disk import load_on_disk
-from compress.walk.finite import NotFinite, is_finite
-from compress.walk.offload import named_tensors, put_on_disk
+from compress.walk.offload import put_on_disk
 from kernels.errors import first_line, kind_and_first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -97,25 +95,6 @@ def check_device(device: str | torch.device) -> None:
         raise ValueError(
             f"`device` (={str(device)!r}) is not available here: {first_line(error)}; cpu always is"
         ) from error
-
-
-def weights_sha256(model: nn.Module, *, finite: bool = False) -> str:
-    """Hash of all weights, by name, shape, dtype and content: the model's identity in the run record.
-
-    Args:
-        finite: check each weight, too, while it is read.
-
-    Raises:
-        NotFinite: a weight that is to be checked holds NaN or infinity.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in named_tensors(model):
-        if finite and not is_finite(tensor):
-            raise NotFinite(f"`model`: its weight {name} holds NaN or infinity; check its file, and `dtype`")
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def _from_folder(folder: str, dtype: torch.dtype, disk: tuple[str, str | Path] | None) -> nn.Module:

@@ -25,7 +25,7 @@ from compress.walk.capture import Call, advance, block_calls, on_device
 from compress.walk.chain import Chain
 from compress.walk.finite import check_error
 from compress.walk.groups import collect, input_groups
-from compress.walk.lockstep import Lockstep
+from compress.walk.original.lockstep import Lockstep
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import PAIRED, LayerStatistics

@@ -14,15 +14,14 @@ from transformers import Cache, PreTrainedTokenizerBase
 
 from compress import METHODS, Result
 from compress.apply import code_sha256
-from compress.inputs.calibration import tokens_sha256
 from compress.inputs.corpus import load_text
-from compress.inputs.model import weights_sha256
 from compress.kv import Abreast, CompressedCache, attached, left_alone
 from compress.kv.policy import CacheMethod, Policy, Projecting, Storage
 from compress.kv.reading.method import Reading
 from compress.kv.static import MadeUpCache, check_timed, check_timed_model, decoder
 from compress.method import Method, settle
 from compress.recipe import parse_recipe, parse_recipes
+from compress.walk.identity import tokens_sha256, weights_sha256
 from eval.contexts.answers import LongContextScores
 from eval.contexts.haystack import NOISE, Sample, samples
 from eval.contexts.long_context import score_long_context

@@ -16,11 +16,10 @@ from tqdm.auto import tqdm
 from compress import Result, apply
 from compress.apply import code_sha256
 from compress.grammar import split_recipes
-from compress.inputs.calibration import tokens_sha256
-from compress.inputs.model import weights_sha256
 from compress.linear import sharing_copy
 from compress.method import Method, settle
 from compress.recipe import parse_variants
+from compress.walk.identity import tokens_sha256, weights_sha256
 from eval.evaluate import score_text
 from eval.machine.size import size
 from eval.record.files import write_whole

@@ -55,7 +55,7 @@ def test_its_outputs_are_nearer_to_those_of_the_unquantised_model():
 @pytest.mark.parametrize("held", [1 << 29, 0])
 def test_statistics_pair_the_two_streams(tiny, tokens, monkeypatch, held):
     """What the walk collected, against hooks on the compressed and on the original model."""
-    monkeypatch.setattr("compress.walk.lockstep.HELD_BYTES", held)
+    monkeypatch.setattr("compress.walk.original.lockstep.HELD_BYTES", held)
     name, seen, batches = "model.layers.1.mlp.gate_proj", {}, tokens()
     solve = GPTAQ.solve
 

@@ -17,7 +17,7 @@ from compress.inputs import gguf
 from compress.inputs.calibration import beginning
 from compress.inputs.corpus import PARTS, apart, load_text
 from compress.inputs.gguf import shuffle
-from compress.inputs.model import weights_sha256
+from compress.walk.identity import weights_sha256
 from eval.writing.generation import encode_prompt
 from kernels import user_cache
 

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 from compress import apply, calibration, load_compressed, load_model, save_compressed
 from compress.checkpoint import workbench
 from compress.checkpoint.on_disk import load_compressed_on_disk
-from compress.inputs.model import weights_sha256
 from compress.inputs.on_disk import load_on_disk
 from compress.linear import CompressedLinear, sharing_copy
 from compress.recipe import parse_recipe
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import activations_on_disk, on_device
+from compress.walk.identity import weights_sha256
 from compress.walk.offload import AwayLinear, named_tensors, offloaded_parts, put_on_disk
 from compress.walk.shards import WorkFolder, write_tensors
 from compress.walk.streaming import Streamed, scorable

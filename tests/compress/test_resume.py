@@ -12,7 +12,8 @@ import torch
 
 from compress import METHODS, apply
 from compress.recipe import parse_recipe
-from compress.walk import capture, chain, lockstep
+from compress.walk import capture, chain
+from compress.walk.original import lockstep
 from compress.walk.resume import BlockStore
 
 RECIPES = {

@@ -5,12 +5,12 @@ import torch
 
 from compress import apply, calibration, load_model, save_compressed
 from compress.checkpoint.fits import check_save_format, linears_to_be
-from compress.inputs.model import weights_sha256
 from compress.inputs.skeleton import skeleton
 from compress.kv.attach import attached_methods
 from compress.linear import compressed_linears, parameter_count, weight_of
 from compress.method import settle
 from compress.recipe import parse_recipe
+from compress.walk.identity import weights_sha256
 from eval.machine.size import parameter_count as counted
 
 

@@ -12,11 +12,12 @@ from compress import METHODS, apply
 from compress.apply import apply_each
 from compress.linear import CompressedLinear, is_linear, replace, sharing_copy
 from compress.recipe import parse_recipe
-from compress.walk import capture, lockstep, walk
+from compress.walk import capture, walk
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import block_calls, micro_batches, run_block
 from compress.walk.experts import SplitExperts, is_fused_experts, split_experts
 from compress.walk.groups import input_groups
+from compress.walk.original import lockstep
 from compress.walk.resume import BlockStore
 from kernels.clock import clock
 
@@ -339,7 +340,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from compress import METHODS, apply
 from compress.apply import apply_each
-from compress.walk import lockstep
+from compress.walk.original import lockstep
 
 lockstep.HELD_BYTES = int(sys.argv[1])
 config = LlamaConfig(vocab_size=64, hidden_size=256, intermediate_size=2048, num_hidden_layers=2, num_attention_heads=4)

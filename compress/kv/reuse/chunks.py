@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from compress.inputs.model import weights_sha256
 from compress.kv.reuse.context import Context, attention_noted
 from compress.kv.rotation import rotaries_of
 from compress.walk.capture import device_of
+from compress.walk.identity import weights_sha256
 
 KINDS = {"full_attention", "sliding_attention"}
 

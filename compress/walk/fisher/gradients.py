@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers.pytorch_utils import Conv1D
 
-from compress.inputs.calibration import tokens_sha256
-from compress.inputs.model import weights_sha256
 from compress.linear import compressed_linears, is_linear
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import (
@@ -34,6 +32,7 @@ from compress.walk.capture import (
 )
 from compress.walk.chain import Chain
 from compress.walk.fisher.saved import SavedFisher
+from compress.walk.identity import tokens_sha256, weights_sha256
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from compress.walk.shards import WorkFolder
