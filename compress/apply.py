@@ -24,6 +24,7 @@ from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerReco
 from compress.result import Result, check_finished, naming_state, refuse_save_pretrained
 from compress.walk.blocks import find_blocks, kept_weights
 from compress.walk.capture import activations_on_disk, check_runs, device_of, on_device
+from compress.walk.context import Context
 from compress.walk.experts import is_fused_experts, split_experts
 from compress.walk.finite import naming
 from compress.walk.folds.folding import FoldingMethod
@@ -225,7 +226,7 @@ def _run(
                 about = [identity, tokens, code_sha256(), *(["once"] if shared else [])]
                 store = BlockStore.of(Path(work_path), steps, about)
             with naming(method.name):
-                for told in method.apply(model, batches, device=where, store=store, originals=originals, saved=saved):
+                for told in method.apply(model, batches, Context(where, store, originals or {}, saved)):
                     made.add(told)
             originals = originals if untouched is None or not made.layers else untouched
     return made

@@ -3,7 +3,7 @@ order."""
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerRecord
-from compress.walk.once.saved import SavedStatistics
-from compress.walk.resume import BlockStore
 
 # The order in which the methods of a recipe may follow one another; of the ones marked with * at most
 # one for each weight.
@@ -49,7 +47,7 @@ class Method:
     stage: ClassVar[str]
     source: ClassVar[str]  # paper or equation
     needs_calibration: ClassVar[bool] = False
-    reads_originals: ClassVar[bool] = False  # `apply` reads `originals`, which must be held for it
+    reads_originals: ClassVar[bool] = False  # `apply` reads `context.originals`, which must be held for it
     moves_inputs: ClassVar[bool] = False  # statistics of the inputs of linears are not valid after it was applied
     # The method's memory at its peak while it compresses one weight: the numbers of float32 copies of the weight
     # [out, in], and of the Gram matrix [in, in] of its inputs beside that matrix itself. They predict peak memory.
@@ -60,25 +58,13 @@ class Method:
             _check_knob(self.name, field, getattr(self, field.name))
 
     def apply(
-        self,
-        model: nn.Module,
-        batches: Sequence[Tensor],
-        *,
-        device: torch.device,
-        store: BlockStore | None = None,
-        originals: Mapping[str, nn.Module] | None = None,
-        saved: SavedStatistics | None = None,
+        self, model: nn.Module, batches: Sequence[Tensor], context: Any
     ) -> list[LayerRecord | FoldRecord | DropRecord | AllocationRecord]:
         """Compress `model` in place and return the records of each weight, or of each fold.
 
         Args:
             batches: calibration tokens, LongTensors [1, T]; may be empty unless `needs_calibration`.
-            device: where to compute.
-            store: where finished blocks are kept, so that a run that is killed continues after them.
-            originals: by name, the linears before an earlier method of the recipe stored them, as the reference for
-                errors; None: the present linears.
-            saved: statistics of the model before the recipe; if they are given, no pass over the model is needed for
-                the statistics that `collects` names, and nothing is propagated.
+            context: where to compute, and what is kept of the model and of this run, a `compress.walk.context.Context`.
         """
         raise NotImplementedError
 

@@ -14,9 +14,9 @@ from compress.walk.blocks import find_blocks, is_named
 from compress.walk.capture import Call, advance, block_calls, on_device
 from compress.walk.groups import collect, input_groups
 from compress.walk.layerwise import LayerwiseMethod
-from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
+from compress.walk.statistics.saved import SavedStatistics
 from compress.walk.walk import stored_as
 from kernels.linear import fast_linear
 

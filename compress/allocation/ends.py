@@ -12,8 +12,8 @@ from compress.walk.blocks import end_targets, find_blocks
 from compress.walk.ends.inputs import head_statistics, lookup_statistics
 from compress.walk.ends.solve import solve_end
 from compress.walk.layerwise import LayerwiseMethod
-from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
+from compress.walk.statistics.saved import SavedStatistics
 from compress.walk.walk import with_errors
 
 

@@ -59,7 +59,7 @@ class CacheMethod(Method):
         `compress.kv.layer.KVLayer`s."""
         raise NotImplementedError
 
-    def apply(self, model: nn.Module, batches=(), *, device=None, store=None, originals=None, saved=None) -> list:
+    def apply(self, model: nn.Module, batches=(), context=None) -> list:
         return []
 
     def check(self, model: nn.Module) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from compress.allocation.sparsity import LEVELS, allocate, distortion_curves, global_ratios
@@ -16,9 +15,8 @@ from compress.method import knob
 from compress.pruning.patterns import UNSTRUCTURED, kept, parse_pattern
 from compress.records import LayerRecord
 from compress.walk.blocks import targets
+from compress.walk.context import Context
 from compress.walk.layerwise import LayerwiseMethod
-from compress.walk.once.saved import SavedStatistics
-from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 
 HALF = 0.5  # of the weights: the usual ratio
@@ -104,16 +102,7 @@ class PruningMethod(LayerwiseMethod):
         """The share of a linear's weights that is removed."""
         return self.ratios.get(statistics.name, self.ratio)
 
-    def apply(
-        self,
-        model: nn.Module,
-        batches: Sequence[Tensor],
-        *,
-        device: torch.device,
-        store: BlockStore | None = None,
-        originals: Mapping[str, nn.Module] | None = None,
-        saved: SavedStatistics | None = None,
-    ) -> list[LayerRecord]:
+    def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[LayerRecord]:
         curves: dict[str, dict[float, float]] = {}
         pruner = copy.copy(self)
         if self.allocation == "global":
@@ -121,16 +110,14 @@ class PruningMethod(LayerwiseMethod):
                 pruner, "ratios", global_ratios(model, targets(model, self.skip), self.scores, self.ratio)
             )
         elif self.allocation == "adaptive":
-            kept_curves = store and store.beside("curves", without=("ratio",))
+            kept_curves = context.store and context.store.beside("curves", without=("ratio",))
             methods = {level: dataclasses.replace(self, ratio=level, allocation="uniform") for level in LEVELS}
             curves = distortion_curves(
-                model, methods, batches, tokens=self.curve_tokens, device=device, store=kept_curves
+                model, methods, batches, tokens=self.curve_tokens, device=context.device, store=kept_curves
             )
             weights = {name: rows * columns for name, (rows, columns) in targets(model, self.skip).items()}
             object.__setattr__(pruner, "ratios", allocate(curves, weights, self.ratio))
-        records = LayerwiseMethod.apply(
-            pruner, model, batches, device=device, store=store, originals=originals, saved=saved
-        )
+        records = LayerwiseMethod.apply(pruner, model, batches, context)
         shown = {name: {f"{level:g}": value for level, value in curve.items()} for name, curve in curves.items()}
         return [dataclasses.replace(record, distortion=shown.get(record.name)) for record in records]
 

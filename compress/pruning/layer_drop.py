@@ -2,7 +2,7 @@
 residual stream least."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,8 +19,7 @@ from compress.records import DropRecord
 from compress.transforms.stream import stream_of
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, block_calls, on_device, run_block
-from compress.walk.once.saved import SavedStatistics
-from compress.walk.resume import BlockStore
+from compress.walk.context import Context
 from kernels.errors import first_line
 from kernels.linear import fast_linear
 
@@ -126,23 +125,14 @@ class LayerDrop(Method):
         else:
             drop_part(next(block for block in blocks if _has(block, kind)), kind, {})
 
-    def apply(
-        self,
-        model: nn.Module,
-        batches: Sequence[Tensor],
-        *,
-        device: torch.device,
-        store: BlockStore | None = None,
-        originals: Mapping[str, nn.Module] | None = None,
-        saved: SavedStatistics | None = None,
-    ) -> list[DropRecord]:
+    def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[DropRecord]:
         prompt = batches[0][:, :TOKENS]
         try:
             before = decoding_error(model, prompt)
         except Exception:  # this model cannot decode, whole or not; whether it runs shows below
             before = float("inf")
         with undone_if_refused(model):
-            records = self._drop(model, batches, device)
+            records = self._drop(model, batches, context.device)
             if before < float("inf"):
                 self._check_decoding(model, prompt, before)
         return records

@@ -2,7 +2,7 @@
 block by block, so that rounding weights and inputs costs less accuracy."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -19,11 +19,11 @@ from compress.rotations.ranges import Turn, dense_record, fold_record, ranges_of
 from compress.transforms import Kronecker
 from compress.walk.blocks import check_experts, find_blocks, targets
 from compress.walk.capture import Call, advance, block_calls, on_device
+from compress.walk.context import Context
 from compress.walk.experts import split_experts
 from compress.walk.folds.checks import difference, logits_of, show_largest, tolerance
 from compress.walk.folds.links import made_up_batch
 from compress.walk.groups import input_groups
-from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from kernels.clock import clock
@@ -155,16 +155,7 @@ class FlatQuant(Method):
         model.to_be_rotated = True
 
     @torch.no_grad()
-    def apply(
-        self,
-        model: nn.Module,
-        batches: Sequence[Tensor],
-        *,
-        device: torch.device,
-        store: BlockStore | None = None,
-        originals: Mapping[str, nn.Module] | None = None,
-        saved: SavedStatistics | None = None,
-    ) -> list[FoldRecord | LayerRecord]:
+    def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[FoldRecord | LayerRecord]:
         """Train and fold the maps, block by block.
 
         Returns:
@@ -173,7 +164,7 @@ class FlatQuant(Method):
         Raises:
             RuntimeError: the output of a block, or of the model, changed.
         """
-        assert saved is None, "statistics of the model as it was do not hold for transformed inputs"
+        assert context.saved is None, "statistics of the model as it was do not hold for transformed inputs"
         split_experts(model)
         before = logits_of(model)
         prefix, blocks = find_blocks(model)
@@ -188,8 +179,8 @@ class FlatQuant(Method):
         progress = progress_bar(range(count), desc=self.name, unit="block")
         for index in progress:
             inside = inside_of[index]
-            with on_device(blocks[index], device):
-                folds += _Block(self, model, index, inside, device).flattened(calls, store)
+            with on_device(blocks[index], context.device):
+                folds += _Block(self, model, index, inside, context.device).flattened(calls, context.store)
                 layers += [dense_record(model, name, note) for name in inside]
             progress.set_postfix_str(folds[-1].notes[-1] if folds and folds[-1].notes else "")
         moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])

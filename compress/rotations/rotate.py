@@ -2,7 +2,7 @@
 arXiv:2404.00456)."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -21,13 +21,12 @@ from compress.transforms.rotation import random_hadamard, random_orthogonal
 from compress.transforms.stream import rotate_stream, stream_of
 from compress.walk.blocks import find_blocks, shared_linears, targets
 from compress.walk.capture import Call, block_calls, device_of, on_device, run_block
+from compress.walk.context import Context
 from compress.walk.experts import split_experts
 from compress.walk.folds.checks import difference, logits_of, show_largest, tolerance
 from compress.walk.folds.links import Link, find_links, made_up_batch
 from compress.walk.offload import is_offloaded
-from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import progress_bar
-from compress.walk.resume import BlockStore
 from kernels.clock import clock
 
 TRIED = 64  # tokens on which possible folds are tried
@@ -114,16 +113,7 @@ class Rotate(Method):
         model.to_be_rotated = True
 
     @torch.no_grad()
-    def apply(
-        self,
-        model: nn.Module,
-        batches: Sequence[Tensor],
-        *,
-        device: torch.device,
-        store: BlockStore | None = None,
-        originals: Mapping[str, nn.Module] | None = None,
-        saved: SavedStatistics | None = None,
-    ) -> list[FoldRecord | LayerRecord]:
+    def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[FoldRecord | LayerRecord]:
         """Rotate a model in place, block by block.
 
         Returns:
@@ -132,7 +122,8 @@ class Rotate(Method):
         Raises:
             RuntimeError: the output of a block, or of the model, changed.
         """
-        assert saved is None, "statistics of the model as it was do not hold for rotated inputs"
+        device = context.device
+        assert context.saved is None, "statistics of the model as it was do not hold for rotated inputs"
         split_experts(model)
         before = logits_of(model)
         prefix, blocks = find_blocks(model)
@@ -143,7 +134,7 @@ class Rotate(Method):
             online = {name: self._online(model, name).to(device_of(model)) for name in plan.left}
             plan.rotations = learn(
                 model, batches, plan.rotations, plan.readers, plan.heads, online, bits=self.learn_bits,
-                steps=self.steps, store=store,
+                steps=self.steps, store=context.store,
             )  # fmt: skip
             plan.rotations.to(device)
         records: list[FoldRecord] = []

@@ -1,6 +1,6 @@
 """Block-wise tuning: stored weights are trained, so that every block gives the outputs of the original block."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,8 +11,7 @@ from compress.method import Method, knob
 from compress.records import LayerRecord
 from compress.tuning.blocks import tune_blocks
 from compress.tuning.training import Schedule
-from compress.walk.once.saved import SavedStatistics
-from compress.walk.resume import BlockStore
+from compress.walk.context import Context
 
 DTYPES = {"model": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 STORING = ("quantize_weights", "correct")
@@ -75,16 +74,7 @@ class Tune(Method):
     def trains(self, longest: int) -> tuple[str, int]:
         return "block", self.batch * longest
 
-    def apply(
-        self,
-        model: nn.Module,
-        batches: Sequence[Tensor],
-        *,
-        device: torch.device,
-        store: BlockStore | None = None,
-        originals: Mapping[str, nn.Module] | None = None,
-        saved: SavedStatistics | None = None,
-    ) -> list[LayerRecord]:
+    def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[LayerRecord]:
         schedule = Schedule(
             steps=self.steps,
             batch=self.batch,
@@ -97,5 +87,12 @@ class Tune(Method):
             dtype=DTYPES[self.dtype],
         )
         return tune_blocks(
-            model, batches, originals or {}, schedule, name=self.name, skip=self.skip, device=device, store=store
+            model,
+            batches,
+            context.originals,
+            schedule,
+            name=self.name,
+            skip=self.skip,
+            device=context.device,
+            store=context.store,
         )

@@ -1,10 +1,9 @@
 """The base class of methods that store each weight matrix by itself; the walk does the rest."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from compress.embedding import compressed_embeddings
@@ -16,10 +15,9 @@ from compress.records import LayerRecord
 from compress.transforms import Transform
 from compress.walk.blocks import check_experts, check_skip, targets
 from compress.walk.capture import Call
+from compress.walk.context import Context
 from compress.walk.ends.solve import check_ends, solve_ends
 from compress.walk.once.calibrated import solve_from
-from compress.walk.once.saved import SavedStatistics
-from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 from compress.walk.walk import walk, with_errors
 
@@ -47,27 +45,15 @@ class LayerwiseMethod(Method):
     # minus the stored parts, and takes no linear without stored parts; `stores` lists the added parts.
     adds: ClassVar[bool] = False
 
-    def apply(
-        self,
-        model: nn.Module,
-        batches: Sequence[Tensor],
-        *,
-        device: torch.device,
-        store: BlockStore | None = None,
-        originals: Mapping[str, nn.Module] | None = None,
-        saved: SavedStatistics | None = None,
-    ) -> list[LayerRecord]:
+    def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[LayerRecord]:
         records: list[LayerRecord] = []
         passed: list[list[Call]] = []
-        if self.where != "embedding" and saved is not None:
-            records += solve_from(model, self, saved, device=device, store=store, originals=originals)
+        if self.where != "embedding" and context.saved is not None:
+            records += solve_from(model, self, context)
         elif self.where != "embedding":
-            reached = passed if self.where == "all" else None
-            records += walk(model, self, batches, device=device, store=store, originals=originals, reached=reached)
+            records += walk(model, self, batches, context, reached=passed if self.where == "all" else None)
         if self.where != "blocks":
-            records += solve_ends(
-                model, self, batches, passed, device=device, store=store, originals=originals, saved=saved
-            )
+            records += solve_ends(model, self, batches, passed, context)
         return records
 
     @property

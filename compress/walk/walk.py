@@ -23,11 +23,11 @@ from compress.transforms import Transform, followed_by, orders
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import Call, advance, block_calls, on_device
 from compress.walk.chain import Chain
+from compress.walk.context import Context
 from compress.walk.finite import check_error
 from compress.walk.groups import collect, input_groups
 from compress.walk.original.lockstep import Lockstep
 from compress.walk.parallel.ranks import current, progress_bar
-from compress.walk.resume import BlockStore
 from compress.walk.statistics import PAIRED, LayerStatistics
 from kernels.clock import clock
 from kernels.linear import fast_linear, plain_torch
@@ -54,21 +54,20 @@ def walk(
     model: nn.Module,
     method: Solver,
     batches: Sequence[Tensor],
+    context: Context,
     *,
-    device: torch.device,
-    store: BlockStore | None = None,
-    originals: Mapping[str, nn.Module] | None = None,
     reached: list[list[Call]] | None = None,
 ) -> list[LayerRecord]:
     """Let `method` solve every linear inside the blocks, and replace the linears by the stored ones.
 
-    With no batches nothing is propagated, and errors are those of the weights; they are measured against `originals`
-    where given.
+    With no batches nothing is propagated, and errors are those of the weights; they are measured against the
+    originals where given.
 
     Args:
         reached: receives the micro-batches with the outputs of the last block, as one element; None: these are not
             needed. It stays empty if an earlier run had solved the last block.
     """
+    device, store = context.device, context.store
     prefix, blocks = find_blocks(model)
     chosen = chosen_linears(model, method)
     calls = block_calls(model, blocks, batches, divided=True)
@@ -76,7 +75,7 @@ def walk(
     chain = Chain(store, calls) if store else None
     finished = chain.resume(len(blocks)) if chain else 0
     progress = progress_bar(range(len(blocks)), desc=method.name, unit="block")
-    walking = Walking(model, prefix, blocks, method, calls, device, originals or {}, progress, bool(batches), beside)
+    walking = Walking(model, prefix, blocks, method, calls, device, context.originals, progress, bool(batches), beside)
     records: list[LayerRecord] = []
 
     def following(index: int) -> bool:

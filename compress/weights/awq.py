@@ -2,7 +2,7 @@
 less, and ranges are clipped."""
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,10 +16,10 @@ from compress.grid.nearest import rtn
 from compress.method import Method, knob
 from compress.records import FoldRecord, LayerRecord
 from compress.walk.blocks import is_named
+from compress.walk.context import Context
 from compress.walk.folds.folding import Choice, FoldingMethod
 from compress.walk.folds.links import Link, compared_by_attention
 from compress.walk.layerwise import LayerwiseMethod
-from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 from kernels.int_matmul import BITS
@@ -121,29 +121,18 @@ class AWQ(FoldingMethod, LayerwiseMethod):
             else f"`skip` (={self.skip!r}) names all that read {link.producer}"
         )
 
-    def apply(
-        self,
-        model: nn.Module,
-        batches: Sequence[Tensor],
-        *,
-        device: torch.device,
-        store: BlockStore | None = None,
-        originals: Mapping[str, nn.Module] | None = None,
-        saved: SavedStatistics | None = None,
-    ) -> list[LayerRecord | FoldRecord]:
-        chosen = BlockStore(store.folder / "folds") if store else None
+    def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[LayerRecord | FoldRecord]:
+        chosen = context.store and BlockStore(context.store.folder / "folds")
         folds: list[FoldRecord] = []
         if self.where != "embedding":
-            folds = FoldingMethod.apply(self, model, batches, device=device, store=chosen, saved=saved)
+            folds = FoldingMethod.apply(self, model, batches, replace(context, store=chosen))
         if self.only_scale:
             return folds
         clipper = copy.copy(self)
         object.__setattr__(clipper, "unclipped", compared_by_attention(model) if self.clip else set())
         return [
             *folds,
-            *LayerwiseMethod.apply(
-                clipper, model, batches, device=device, store=store, originals=originals, saved=saved
-            ),
+            *LayerwiseMethod.apply(clipper, model, batches, context),
         ]
 
     def choose(self, link: Link, weights: list[Tensor], statistics: LayerStatistics) -> Choice:

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from compress.method import Method
 from compress.records import LayerRecord
+from compress.walk.context import Context
 from compress.walk.fisher import fisher
 from compress.walk.layerwise import LayerwiseMethod
-from compress.walk.once.saved import SavedStatistics
-from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 
 
@@ -30,22 +29,11 @@ class FisherMethod(LayerwiseMethod):
         if self.where != "blocks":
             raise ValueError(f"`where` (={self.where!r}) of {self.name} must be 'blocks': it cannot store embeddings")
 
-    def apply(
-        self,
-        model: nn.Module,
-        batches: Sequence[Tensor],
-        *,
-        device: torch.device,
-        store: BlockStore | None = None,
-        originals: Mapping[str, nn.Module] | None = None,
-        saved: SavedStatistics | None = None,
-    ) -> list[LayerRecord]:
+    def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[LayerRecord]:
         solver = copy.copy(self)
-        folder = None if store is None else store.folder.parent
-        object.__setattr__(solver, "gradients", fisher(model, batches, device=device, folder=folder))
-        return LayerwiseMethod.apply(
-            solver, model, batches, device=device, store=store, originals=originals, saved=saved
-        )
+        folder = context.store and context.store.folder.parent
+        object.__setattr__(solver, "gradients", fisher(model, batches, device=context.device, folder=folder))
+        return LayerwiseMethod.apply(solver, model, batches, context)
 
     def own_passes(self) -> str:
         return "the squared gradients"

@@ -23,11 +23,11 @@ from compress.memory import spec_bits
 from compress.method import Method, knob
 from compress.records import AllocationRecord, LayerRecord
 from compress.walk.blocks import end_targets, find_blocks, targets
+from compress.walk.context import Context
 from compress.walk.ends.solve import check_ends
 from compress.walk.fisher import fisher
 from compress.walk.folds.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
-from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 from kernels.clock import clock
@@ -164,17 +164,10 @@ class Mixed(LayerwiseMethod):
         return self.chosen[statistics.name].peer(W, statistics)
 
     def apply(
-        self,
-        model: nn.Module,
-        batches: Sequence[Tensor],
-        *,
-        device: torch.device,
-        store: BlockStore | None = None,
-        originals: Mapping[str, nn.Module] | None = None,
-        saved: SavedStatistics | None = None,
+        self, model: nn.Module, batches: Sequence[Tensor], context: Context
     ) -> list[LayerRecord | AllocationRecord]:
-        start = clock(device)
-        layers = self._candidates(model, batches, device, store, saved)
+        start = clock(context.device)
+        layers = self._candidates(model, batches, context)
         program = Program({name: list(layer.choices.values()) for name, layer in layers.items()})
         beside = bytes_beside(model, targets(model, self.skip, self.where))
         self._check_budget(program.smallest + beside)
@@ -191,11 +184,9 @@ class Mixed(LayerwiseMethod):
             chosen=(best.cost + beside, best.loss),
             curve=tuple((choice.cost + beside, choice.loss) for choice in program.curve()),
             layers=len(layers),
-            seconds=clock(device) - start,
+            seconds=clock(context.device) - start,
         )
-        records = LayerwiseMethod.apply(
-            solver, model, batches, device=device, store=store, originals=originals, saved=saved
-        )
+        records = LayerwiseMethod.apply(solver, model, batches, context)
         shown = {name: {text: choice.loss for text, choice in layer.choices.items()} for name, layer in layers.items()}
         told = [
             dataclasses.replace(one, choice=texts[by_member[one.name]], choices=shown[by_member[one.name]])
@@ -203,15 +194,9 @@ class Mixed(LayerwiseMethod):
         ]
         return [*told, allocation]
 
-    def _candidates(
-        self,
-        model: nn.Module,
-        batches: Sequence[Tensor],
-        device: torch.device,
-        store: BlockStore | None,
-        saved: SavedStatistics | None,
-    ) -> dict[str, Candidates]:
+    def _candidates(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> dict[str, Candidates]:
         """The layers with their choices, bytes and losses."""
+        device, store = context.device, context.store
         probes = windows(batches, self.tokens * (FISHER_TOKENS if self.loss == "fisher" else 1))
         if self.loss not in MEASURED:
             sizes = self._predicted(model)
@@ -229,7 +214,7 @@ class Mixed(LayerwiseMethod):
         kept = store and store.beside("losses", without=("budget_mb",))
         with torch.no_grad():
             loss = self._loss(model, probes, device, kept)
-        how = {"device": device, "store": kept, "saved": saved}
+        how = {"device": device, "store": kept, "saved": context.saved}
         found: dict[str, Candidates] = {}
         if self.where != "blocks":
             found = measure_ends(model, self._of("embedding"), batches, loss, skip=self.skip, **how)

@@ -10,12 +10,13 @@ from compress.apply import apply_each
 from compress.linear import is_linear
 from compress.recipe import parse_recipe
 from compress.walk import capture
+from compress.walk.context import Context
 from compress.walk.experts import split_experts
-from compress.walk.once import calibrated, saved
+from compress.walk.once import calibrated
 from compress.walk.once.calibrated import collect_statistics
-from compress.walk.once.saved import SavedStatistics
 from compress.walk.resume import BlockStore
-from compress.walk.statistics import PAIRED, STATISTICS
+from compress.walk.statistics import PAIRED, STATISTICS, saved
+from compress.walk.statistics.saved import SavedStatistics
 
 DEVICE = torch.device("cpu")
 RECIPES = [
@@ -117,8 +118,8 @@ def test_statistics_follow_scales_that_are_folded(tiny, tokens, tmp_path):
     """Those of the scaled inputs are derived; they are what the model gives after the folds."""
     model, batches = tiny("llama"), tokens()
     kept = collected(model, batches, tmp_path / "before")
-    METHODS["smoothquant"]().apply(model, batches, device=DEVICE, saved=kept)
-    METHODS["awq"](group_size=16, only_scale=True).apply(model, batches, device=DEVICE, saved=kept)
+    METHODS["smoothquant"]().apply(model, batches, Context(DEVICE, saved=kept))
+    METHODS["awq"](group_size=16, only_scale=True).apply(model, batches, Context(DEVICE, saved=kept))
     after = collected(model, batches, tmp_path / "after")
     for index in range(2):
         for name, *_ in after.groups(index):

@@ -2,7 +2,7 @@
 arXiv:2505.20839)."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,11 +15,10 @@ from compress.method import Method, knob
 from compress.records import FoldRecord
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, advance, block_calls, on_device, run_block
+from compress.walk.context import Context
 from compress.walk.folds.checks import binned, difference, logits_of, show_largest, summary, tolerance
 from compress.walk.folds.links import made_up_batch
-from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import progress_bar
-from compress.walk.resume import BlockStore
 from kernels.clock import clock
 
 LARGEST = 1e4  # the largest factor, and the inverse of the smallest
@@ -75,21 +74,13 @@ class SmoothKeys(Method):
         return found
 
     @torch.no_grad()
-    def apply(
-        self,
-        model: nn.Module,
-        batches: Sequence[Tensor],
-        *,
-        device: torch.device,
-        store: BlockStore | None = None,
-        originals: Mapping[str, nn.Module] | None = None,
-        saved: SavedStatistics | None = None,
-    ) -> list[FoldRecord]:
+    def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[FoldRecord]:
         """Scale block by block; one pass over each gives the ranges of its keys and the inputs of the next.
 
         Raises:
             RuntimeError: a fold changed the output of a block, or of the model.
         """
+        device = context.device
         links, before = self.links_of(model), logits_of(model)
         prefix, blocks = find_blocks(model)
         calls = block_calls(model, blocks, batches)

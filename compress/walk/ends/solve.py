@@ -1,7 +1,7 @@
 """The token embedding and the head, solved by a method like linears, in portions of rows, with own statistics."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,11 +14,10 @@ from compress.linear import CompressedLinear, shape_of
 from compress.records import LayerRecord
 from compress.walk.blocks import end_targets, find_blocks
 from compress.walk.capture import Call, device_of
+from compress.walk.context import Context
 from compress.walk.ends.inputs import ERROR_TOKENS, first_tokens, head_statistics, lookup_statistics, token_weights
 from compress.walk.finite import check_error
-from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.ranks import current
-from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 from compress.walk.walk import Solver, energy_of, error_of, with_errors
 from kernels.clock import clock
@@ -62,11 +61,7 @@ def solve_ends(
     method: EndSolver,
     batches: Sequence[Tensor],
     reached: Sequence[Sequence[Call]],
-    *,
-    device: torch.device,
-    store: BlockStore | None = None,
-    originals: Mapping[str, nn.Module] | None = None,
-    saved: SavedStatistics | None = None,
+    context: Context,
 ) -> list[LayerRecord]:
     """Let `method` solve the embedding and the head, and replace them by the stored ones.
 
@@ -78,15 +73,16 @@ def solve_ends(
     Args:
         reached: a list whose one element is the micro-batches of this process with the outputs of the last block;
             empty: they are not available.
-        saved: statistics of the uncompressed model, from which the head is solved.
+        context: its saved statistics, if it has them, are those from which the head is solved.
     """
     index = len(find_blocks(model)[1])  # in the store, behind the blocks
+    store = context.store
     found = store.load(index) if store else None
     if all(current().gathered(found is not None)):
         note = "solved by an earlier, interrupted run"
         made, records = found[0], [dataclasses.replace(r, notes=(*r.notes, note)) for r in found[1]]
     else:
-        made, records = _solve(model, method, batches, reached, device, originals or {}, saved)
+        made, records = _solve(model, method, batches, reached, context)
         if store:
             store.save(index, made, records)
     for name, linear in made.items():
@@ -99,11 +95,10 @@ def _solve(
     method: EndSolver,
     batches: Sequence[Tensor],
     reached: Sequence[Sequence[Call]],
-    device: torch.device,
-    originals: Mapping[str, nn.Module],
-    saved: SavedStatistics | None,
+    context: Context,
 ) -> tuple[dict[str, CompressedLinear], list[LayerRecord]]:
     """The stored replacement of each of the ends, and their records; every process solves its share."""
+    device = context.device
     ends, shapes = find_ends(model), end_targets(model, method.skip)
     needs = with_errors(method.statistics) if batches else ()
     counts = token_weights(batches, model.get_input_embeddings().num_embeddings)
@@ -112,14 +107,16 @@ def _solve(
     for name, (_, columns) in shapes.items():
         if name != ends.head:
             statistics[name] = lookup_statistics(columns, tokens, needs, device)
-        elif saved is not None:
-            statistics[name] = saved.of_head(needs, device)
+        elif context.saved is not None:
+            statistics[name] = context.saved.of_head(needs, device)
         else:
             part = batches if method.statistics or reached else first_tokens(batches, ERROR_TOKENS)
             statistics[name] = head_statistics(model, part, needs, device=device, reached=reached)
     made: dict[str, tuple[CompressedLinear, LayerRecord]] = {}
     for name in current().share(list(shapes)):
-        made[name] = solve_end(model.get_submodule(name), name, originals.get(name), statistics[name], method, device)
+        made[name] = solve_end(
+            model.get_submodule(name), name, context.originals.get(name), statistics[name], method, device
+        )
         if ends.tied or name == ends.embedding:
             made[name] = _with_lookup(made[name], model.get_submodule(name), counts, ends.embedding, tied=ends.tied)
     every = {name: one for part in current().gathered(made) for name, one in part.items()}

@@ -1,7 +1,7 @@
 """The pass of every method that moves scales from norms and linears into the linears that read them, and its check."""
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -15,14 +15,14 @@ from compress.records import FoldRecord
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, advance, block_calls, micro_batches, on_device, run_block
 from compress.walk.chain import Chain
+from compress.walk.context import Context
 from compress.walk.experts import SplitExperts, split_experts
 from compress.walk.folds.checks import binned, column_absmax, difference, logits_of, show_largest, summary, tolerance
 from compress.walk.folds.links import Link, find_links, fold, links_by_block
-from compress.walk.once.saved import SavedStatistics
 from compress.walk.parallel.places import Place
 from compress.walk.parallel.ranks import current, progress_bar
-from compress.walk.resume import BlockStore
 from compress.walk.statistics import Collector, LayerStatistics
+from compress.walk.statistics.saved import SavedStatistics
 from kernels.clock import clock
 from kernels.linear import fast_linear
 
@@ -136,21 +136,13 @@ class FoldingMethod(Method):
         return [[link for link in block if asked & set(link.consumers)] for block in found]
 
     @torch.no_grad()
-    def apply(
-        self,
-        model: nn.Module,
-        batches: Sequence[Tensor],
-        *,
-        device: torch.device,
-        store: BlockStore | None = None,
-        originals: Mapping[str, nn.Module] | None = None,
-        saved: SavedStatistics | None = None,
-    ) -> list[FoldRecord]:
+    def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[FoldRecord]:
         """Choose and fold block by block; one pass over each gives the statistics and the inputs of the next.
 
         Raises:
             RuntimeError: a fold changed the output of a block, or of the model; its old weights have been restored.
         """
+        device, store, saved = context.device, context.store, context.saved
         split_experts(model)
         links = self.links_of(model)
         _, blocks = find_blocks(model)

@@ -23,12 +23,13 @@ from compress.records import LayerRecord
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import block_calls, on_device
 from compress.walk.chain import Chain
+from compress.walk.context import Context
 from compress.walk.ends.inputs import head_statistics
 from compress.walk.groups import collect, input_groups
-from compress.walk.once.saved import SavedStatistics, check_room, keep_block, predicted_bytes
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from compress.walk.shards import WorkFolder
+from compress.walk.statistics.saved import SavedStatistics, check_room, keep_block, predicted_bytes
 from compress.walk.walk import Solver, chosen_linears, solve_linear, with_errors
 from kernels.linear import fast_linear
 
@@ -163,30 +164,27 @@ def _columns(
 def solve_from(
     model: nn.Module,
     method: Solver,
-    saved: SavedStatistics,
-    *,
-    device: torch.device,
-    store: BlockStore | None = None,
-    originals: Mapping[str, nn.Module] | None = None,
+    context: Context,
 ) -> list[LayerRecord]:
     """Let `method` solve every linear inside the blocks from saved statistics, and replace it by the stored parts.
 
     Blocks do not depend on one another, so that a killed run takes over every block that it has finished.
     """
+    store = context.store
     prefix, blocks = find_blocks(model)
     chosen = chosen_linears(model, method)
     progress = progress_bar(range(len(blocks)), desc=method.name, unit="block")
     records: list[LayerRecord] = []
     for index in progress:
         own = [name for name in chosen if name.startswith(f"{prefix}.{index}.")]
-        with on_device(blocks[index], device):
+        with on_device(blocks[index], context.device):
             found = store.load(index) if store else None
             if not all(current().gathered(found is not None)):
-                found = _solve_block(model, method, saved, index, own, originals or {}, device, progress)
+                found = _solve_block(model, method, context, index, own, progress)
                 if store:
                     store.save(index, *found)
             for name, linear in found[0].items():
-                replace(model, name, linear.to(device))
+                replace(model, name, linear.to(context.device))
         records += found[1]
     return records
 
@@ -194,22 +192,21 @@ def solve_from(
 def _solve_block(
     model: nn.Module,
     method: Solver,
-    saved: SavedStatistics,
+    context: Context,
     index: int,
     names: Sequence[str],
-    originals: Mapping[str, nn.Module],
-    device: torch.device,
     progress: tqdm,
 ) -> tuple[dict[str, CompressedLinear], list[LayerRecord]]:
     """The stored replacement of each of these linears of a block, and their records."""
     needs = with_errors(method.statistics)
     made: dict[str, tuple[CompressedLinear, LayerRecord]] = {}
-    groups = [[name for name in group if name in names] for group in saved.groups(index)]
+    groups = [[name for name in group if name in names] for group in context.saved.groups(index)]
     for members in current().share([group for group in groups if group]):
-        statistics = saved.of(members[0], index, needs, device)
+        statistics = context.saved.of(members[0], index, needs, context.device)
         for name in members:
             progress.set_postfix_str(name)
-            original = weight_of(originals[name]).to(device) if name in originals else None
+            original = context.originals.get(name)
+            original = None if original is None else weight_of(original).to(context.device)
             linear = model.get_submodule(name)
             made[name] = solve_linear(name, linear, original, statistics.for_another(), method)
     every = {name: one for part in current().gathered(made) for name, one in part.items()}
