@@ -116,7 +116,6 @@ def circles_of_rooms() -> dict[str, list[str]]:
 KNOWN_CIRCLES = {
     "kernels: hadamard, harness, int_matmul, kv_decode, lut_matmul, prompt_attention, step, trellis_matmul, "
     "w4a8_matmul, w8a8_matmul",
-    "notebooks.batch: engines, job, sweep",
 }  # to be untied
 
 

@@ -18,7 +18,6 @@ from notebooks.batch import job as jobs
 from notebooks.batch import snapshot
 from notebooks.batch.engines import local, lost, slurm
 from notebooks.batch.engines.local import Local
-from notebooks.batch.engines.resources import SlurmOptions
 from notebooks.batch.engines.slurm import Slurm
 from notebooks.batch.job import Outcome, job_of
 from notebooks.batch.plan import run_sweep
@@ -26,6 +25,7 @@ from notebooks.batch.processes import marked, place_of
 from notebooks.batch.run_folder import RunFolder
 from notebooks.batch.status import status
 from notebooks.batch.sweep import read_sweep, with_gpus
+from notebooks.batch.sweep.resources import SlurmOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 WAITS = """
@@ -219,7 +219,7 @@ def test_a_preempted_job_ends_without_a_result_and_goes_on_when_it_is_queued_aga
     code = f"""
 from notebooks.batch.engines import slurm
 from notebooks.batch.job import job_of
-from notebooks.batch.engines.resources import SlurmOptions
+from notebooks.batch.sweep.resources import SlurmOptions
 from notebooks.batch.sweep import read_sweep
 from pathlib import Path
 slurm.RENEW_S = 0.2

@@ -17,10 +17,10 @@ from eval.record.files import write_whole
 from kernels.errors import first_line
 from notebooks.batch.engines import lost
 from notebooks.batch.engines.lost import attempts, failure, outcome_of_lost, seen
-from notebooks.batch.engines.resources import SlurmOptions
 from notebooks.batch.job import Job, Outcome, execute
 from notebooks.batch.leases import RENEW_S, STALE_S
 from notebooks.batch.run_folder import FAILURE, RunFolder
+from notebooks.batch.sweep.resources import SlurmOptions
 
 EVERY_S = 1.0  # between two checks of the jobs
 ASKED_S = 30.0  # between two queries to SLURM about jobs without a result

@@ -29,9 +29,9 @@ from typing import Any
 
 import yaml
 
-from notebooks.batch.engines.resources import SlurmOptions, check_gpus
 from notebooks.batch.preflight import check_run
 from notebooks.batch.saved_model import check_save_path
+from notebooks.batch.sweep.resources import SlurmOptions, check_gpus
 from notebooks.study.identity import identity, key_of
 from notebooks.study.parameters import (
     FOLDER,
