@@ -16,9 +16,9 @@ import torch
 from tqdm.auto import tqdm
 
 from eval.speed.device_lock import undisturbed
-from kernels.harness.cases import OPS
 from kernels.harness.table import rows_table
 from kernels.interpreter import installed, interpreting
+from kernels.support.declarations import OPS
 
 DTYPES = ("bfloat16", "float16", "float32")
 LEAST_BUDGET = 20.0  # seconds; a smaller budget is enough for the ceilings only

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.csr_matmul import Csr, csr_matmul, to_csr
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, times
+from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, times
 
 SHARE = 0.005  # share of the weights that are stored
 

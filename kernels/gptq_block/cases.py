@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kernels.gptq_block import gptq_block
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected
 from kernels.interpreter import triton_takes
+from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, Expected
 
 ROTATED = (
     128 << 20

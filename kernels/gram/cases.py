@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kernels.gram import gram, symmetric
-from kernels.harness.cases import Asked, Check, Contest, Expected
 from kernels.interpreter import triton_takes
+from kernels.support.declarations import Asked, Check, Contest, Expected
 from kernels.tuning import trying
 
 ROTATED = 256 << 20  # bytes of operands in rotation

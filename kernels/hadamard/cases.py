@@ -10,8 +10,8 @@ from torch import Tensor
 from kernels.hadamard import hadamard, hadamard_matrix
 from kernels.hadamard.codes import hadamard_codes
 from kernels.hadamard.matrix import base
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
 from kernels.interpreter import triton_takes
+from kernels.support.declarations import TOLERANCE, Asked, Check, Contest
 
 ROTATED = 256 << 20  # bytes of operands and results in rotation
 DENSE = 8192  # largest size that is also timed as a product with the whole matrix

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kernels.harness.cases import OPS
 from kernels.harness.hazards import mixed_rows, overwritten_in_flight, rewritten_in_flight
 from kernels.interpreter import interpreting
+from kernels.support.declarations import OPS
 from kernels.tuning import Compilation
 from kernels.user_cache import cache_folder
 

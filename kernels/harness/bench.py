@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 
 from kernels.errors import kind_and_first_line
-from kernels.harness import cases
-from kernels.harness.cases import OWN, Contest
 from kernels.harness.roofline import measure as ceilings_of
 from kernels.harness.table import rows_table
 from kernels.harness.trial import bare_row, measure, sentence
 from kernels.linear import linear
+from kernels.support import declarations
+from kernels.support.declarations import OWN, Contest
 
 CPU = torch.device("cpu")
-CPU_OPS = ("linear", "prompt_attention")  # not in kernels.harness.cases, because GPUs use torch's own kernels
+CPU_OPS = ("linear", "prompt_attention")  # not in kernels.support.declarations, because GPUs use torch's own kernels
 
 
 def linear_contest(tokens: int, columns: int) -> Contest:
@@ -44,7 +44,7 @@ def contests_of(op: str, quick: bool) -> Iterator[Contest]:
 
 @torch.no_grad()
 def main(arguments: list[str] | None = None) -> int:
-    every = (*cases.OPS, *CPU_OPS)
+    every = (*declarations.OPS, *CPU_OPS)
     parser = argparse.ArgumentParser(
         prog="python -m kernels.harness.bench", description="Benchmark the kernels on this machine's CPU."
     )

@@ -66,11 +66,12 @@ from typing import Any
 import torch
 
 from kernels.files import write_whole
-from kernels.harness import cases, roofline, trial
+from kernels.harness import roofline, trial
 from kernels.harness.jobs import Job, Workers
 from kernels.harness.table import summary, table
 from kernels.harness.trial import Line
 from kernels.interpreter import interpreting
+from kernels.support import declarations
 
 SCHEMA_VERSION = 1
 PREPARING = 0.5  # largest share of the budget for checks and compilation; with --tune, more is compiled
@@ -291,14 +292,14 @@ def _machine(environment: Line) -> str:
     return f"{where}\n{versions} {commit}{warning}"
 
 
-def _asked(options: argparse.Namespace) -> cases.Asked:
+def _asked(options: argparse.Namespace) -> declarations.Asked:
     """The sizes to time according to the options; ValueError if they cannot be read."""
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",") if shape]
     tokens = [int(number) for number in options.tokens.split(",") if number]
     if any(len(shape) != 2 or min(shape) < 1 for shape in shapes) or any(number < 1 for number in tokens):
         raise ValueError
     only = tuple(tuple(words.split()) for words in options.only.split(",") if words.strip())
-    return cases.Asked(tuple(shapes), tuple(tokens), getattr(torch, options.dtype), only)
+    return declarations.Asked(tuple(shapes), tuple(tokens), getattr(torch, options.dtype), only)
 
 
 def _command(options: argparse.Namespace) -> list[str]:
@@ -330,7 +331,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         default=Path(os.environ.get("GPU_OUT") or os.environ.get("OUT") or "runs/gpu"),
         help="folder to which results are written as they come; default: $GPU_OUT, $OUT or runs/gpu",
     )
-    parser.add_argument("--ops", default=",".join(cases.OPS), help="ops to run, separated by commas")
+    parser.add_argument("--ops", default=",".join(declarations.OPS), help="ops to run, separated by commas")
     parser.add_argument(
         "--shapes", default="", help="shapes of weights, out x in, instead of those of each op: 4096x4096,14336x4096"
     )
@@ -364,9 +365,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         options.ops = options.only_op
     options.ops = tuple(dict.fromkeys(op for op in options.ops.split(",") if op))
     if options.phase == "" and (
-        unknown := [op for op in options.ops if op not in cases.OPS] or (not options.ops and ["nothing"])
+        unknown := [op for op in options.ops if op not in declarations.OPS] or (not options.ops and ["nothing"])
     ):
-        parser.error(f"`--ops` (={', '.join(unknown)}) must be among {', '.join(cases.OPS)}")
+        parser.error(f"`--ops` (={', '.join(unknown)}) must be among {', '.join(declarations.OPS)}")
     try:
         _asked(options)
     except ValueError:

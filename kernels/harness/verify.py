@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.errors import kind_and_first_line
-from kernels.harness.cases import TOLERANCE, Contest, poisoned, relative_rms
 from kernels.harness.timing import settle
+from kernels.support.declarations import TOLERANCE, Contest, poisoned, relative_rms
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.int_matmul import Packed, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_tiles
 from kernels.int_matmul.experts import cases as expert_cases
 from kernels.int_matmul.layout import unpack_bits
 from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, lays_out, product
+from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.tuning import trying
 
 ROTATED = 256 << 20  # bytes of packed weights in rotation

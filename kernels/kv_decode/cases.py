@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.capability import too_old
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected
 from kernels.interpreter import triton_takes
 from kernels.kv_decode import KV, kv_decode, quantize_kv, quantize_kv_float8
+from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, Expected
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.int_matmul.cases import MOST, group_size_of
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, lays_out, product
 from kernels.lut_matmul import FP4, NF4, Codebook, lut_matmul, pack_codebook, panels_fit, to_panels
 from kernels.lut_matmul.reference import dequantize
+from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.tuning import trying
 
 ROTATED = 256 << 20  # bytes of packed weights in rotation

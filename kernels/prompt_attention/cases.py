@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.harness.cases import Asked, Contest
 from kernels.prompt_attention import prompt_attention
+from kernels.support.declarations import Asked, Contest
 
 SHAPES = ((9, 3, 64, 512), (9, 3, 64, 2048), (4, 1, 256, 512), (32, 8, 64, 512))  # heads, kv heads, channels, tokens
 TOLERANCE = {"rows": 0.02}  # it rounds its scores

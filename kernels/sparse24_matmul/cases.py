@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, times
 from kernels.sparse24_matmul import compress24, library, sparse24_matmul, to_library
+from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, times
 
 ROTATED = 256 << 20  # bytes of weights in rotation
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest
 from kernels.interpreter import triton_takes
 from kernels.step.gpu.between import add_norm, gated, turn_and_store
 from kernels.step.program import Norm
+from kernels.support.declarations import TOLERANCE, Asked, Check, Contest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, times
+from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, times
 from kernels.ternary_matmul import Ternary, encode, ternary_matmul
 
 P0 = 0.885

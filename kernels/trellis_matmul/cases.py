@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, times
 from kernels.int_matmul.cases import MOST
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, lays_out, product
+from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, times
 from kernels.trellis_matmul import UNIT, Trellis, length_for, trellis_matmul
 from kernels.trellis_matmul.layout import MULTIPLIER
 from kernels.trellis_matmul.reference import decode

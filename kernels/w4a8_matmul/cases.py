@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kernels import native
 from kernels.capability import too_old
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.int_matmul import Packed, int_matmul, pack, to_panels
 from kernels.int_matmul.cases import group_size_of
 from kernels.int_matmul.reference import dequantize
@@ -16,6 +15,7 @@ from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, lays_out, product
 from kernels.lut_matmul import Codebook, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
+from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.w4a8_matmul import w4a8_matmul
 from kernels.w4a8_matmul.codes import even_first, w4a8_codes_matmul
 from kernels.w4a8_matmul.groups import native_takes, triton_reads

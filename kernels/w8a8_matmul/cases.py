@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.capability import too_old
-from kernels.harness.cases import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
+from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, Expected, times
 from kernels.w8a8_matmul import BLOCK, W8, prepacked_fits, quantize_rows, quantize_weight, to_prepacked, w8a8_matmul
 from kernels.w8a8_matmul.layout import has_vnni, in_one_call, integer_dots
 

@@ -6,8 +6,8 @@ import torch
 from kernels.csr_matmul import csr_matmul, to_csr
 from kernels.csr_matmul.cases import checks, contests
 from kernels.csr_matmul.layout import rows_of
-from kernels.harness.cases import OWN
 from kernels.registry import recording
+from kernels.support.declarations import OWN
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kernels import native
-from kernels.harness.cases import OWN, relative_rms
 from kernels.interpreter import interpreting
 from kernels.linear.onednn import lays_out
 from kernels.lut_matmul import (
@@ -23,6 +22,7 @@ from kernels.lut_matmul import (
 )
 from kernels.lut_matmul.cases import checks, contests
 from kernels.registry import recording
+from kernels.support.declarations import OWN, relative_rms
 
 CPU = torch.device("cpu")
 

@@ -13,12 +13,12 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 from kernels.harness import emulator
-from kernels.harness.cases import relative_rms
 from kernels.harness.emulator import Descriptor, Pointer, emulated
 from kernels.harness.hazards import overwritten_in_flight
 from kernels.int_matmul import pack
 from kernels.packed_matmul import hopper, launch
 from kernels.packed_matmul.weight import Weight
+from kernels.support.declarations import relative_rms
 
 BF16, FP16 = torch.bfloat16, torch.float16
 KERNEL = Path(hopper.__file__).with_name("overlapped.py")

@@ -3,7 +3,7 @@
 import torch
 
 from kernels.harness import roofline, timing
-from kernels.harness.cases import Contest
+from kernels.support.declarations import Contest
 
 
 def contest(least_bytes, flops, rate="bfloat16"):

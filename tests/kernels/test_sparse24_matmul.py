@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
 
-from kernels.harness.cases import OWN, relative_rms
 from kernels.registry import recording
 from kernels.sparse24_matmul import compress24, decompress24, library, sparse24_matmul, to_library, to_rows
 from kernels.sparse24_matmul.cases import checks, contests, prune24
+from kernels.support.declarations import OWN, relative_rms
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from math import inf, prod
 import pytest
 import torch
 
-from kernels.harness.cases import OWN
+from kernels.support.declarations import OWN
 from kernels.ternary_matmul import Ternary, decode, decode_symbols, dictionary, encode, ternary_matmul
 from kernels.ternary_matmul.cases import checks, contests
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from kernels import native
-from kernels.harness.cases import OWN
 from kernels.registry import recording
+from kernels.support.declarations import OWN
 from kernels.trellis_matmul import (
     UNIT,
     Trellis,

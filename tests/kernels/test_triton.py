@@ -19,9 +19,9 @@ from kernels.hadamard import hadamard
 from kernels.hadamard.codes import hadamard_codes
 from kernels.harness import aot
 from kernels.harness.aot import committed, compiler, figures, has_triton, mnemonics_of, regressions, shipped
-from kernels.harness.cases import OPS
 from kernels.harness.hazards import mixed_rows, rewritten_in_flight
 from kernels.interpreter import PATCHES, installed, interpreting
+from kernels.support.declarations import OPS
 from kernels.w4a8_matmul.codes import even_first
 from kernels.w4a8_matmul.reference import rounded
 

@@ -7,7 +7,7 @@ import torch
 
 from kernels import tuning
 from kernels.harness import trial
-from kernels.harness.cases import Contest
+from kernels.support.declarations import Contest
 
 CPU = torch.device("cpu")
 SLOW, FAST, WRONG, RAISES = {"block": 1}, {"block": 2}, {"block": 3}, {"block": 4}

@@ -16,10 +16,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.harness import agree, cases, clock, jobs, roofline, timing, trial, validate
-from kernels.harness.cases import Check, Contest
+from kernels.harness import agree, clock, jobs, roofline, timing, trial, validate
 from kernels.harness.table import rows_table, table
 from kernels.harness.verify import Verdict, verify
+from kernels.support import declarations
+from kernels.support.declarations import Check, Contest
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +90,7 @@ def ops(monkeypatch):
         wait = poll
 
     def install(**modules):
-        monkeypatch.setattr(cases, "OPS", tuple(modules))
+        monkeypatch.setattr(declarations, "OPS", tuple(modules))
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, f"kernels.{name}.cases", module)
         monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(Popen=Process, DEVNULL=None))
@@ -237,8 +238,8 @@ def test_sums_in_place_begin_at_zero():
 
 
 def test_the_contests_of_every_op_say_what_is_right():
-    for name in cases.OPS:
-        for c in import_module(f"kernels.{name}.cases").contests(CPU, True, cases.OWN):
+    for name in declarations.OPS:
+        for c in import_module(f"kernels.{name}.cases").contests(CPU, True, declarations.OWN):
             assert verify(c, CPU) == Verdict({}, ()), c
 
 
@@ -377,9 +378,9 @@ def test_bad_arguments_say_what_would_do(capsys, tmp_path):
 FAKES = """
 import os, signal, sys, time, types
 import torch
-from kernels.harness import cases
+from kernels.support import declarations
 from kernels.harness import validate
-from kernels.harness.cases import Check, Contest
+from kernels.support.declarations import Check, Contest
 X = torch.ones(4)
 def check(op, run): return Check(op, "c", run, lambda: X.double(), 1e-5, ("cpu",))
 def contest(op, name, call): return Contest(op, name, (4,), 1, {"ours": call, "torch": lambda i: X}, 1, "ours", "torch", 8, 8)
@@ -389,7 +390,7 @@ def module(op, checks, contests):
         checks=lambda device: [check(op, c) for c in checks],
         contests=lambda device, toy, asked: (contest(op, n, c) for n, c in contests))
 module("crashing", [lambda impl: X], [("before", lambda i: X), ("dies", dies), ("behind", lambda i: X)])
-cases.OPS = ("crashing",)
+declarations.OPS = ("crashing",)
 validate._command = lambda o: [sys.executable, __file__, "--device", "cpu", "--out", str(o.out), "--toy"]
 if __name__ == "__main__":
     sys.exit(validate.main())

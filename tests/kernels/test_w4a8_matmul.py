@@ -5,12 +5,12 @@ import torch
 
 from compress.transforms import Rounding
 from kernels import native
-from kernels.harness.cases import OWN
 from kernels.int_matmul import int_matmul, pack, to_panels, unpack
 from kernels.int_matmul.reference import dequantize as dequantize_integers
 from kernels.lut_matmul import NF4, dequantize, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
 from kernels.registry import recording
+from kernels.support.declarations import OWN
 from kernels.w4a8_matmul import w4a8_matmul
 from kernels.w4a8_matmul.cases import checks, contests
 from kernels.w8a8_matmul import quantize_rows

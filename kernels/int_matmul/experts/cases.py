@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.harness.cases import TOLERANCE, Check, Contest
 from kernels.int_matmul.experts import expert_matmul, split, stacked
 from kernels.int_matmul.layout import Packed, pack
 from kernels.int_matmul.reference import dequantize
+from kernels.support.declarations import TOLERANCE, Check, Contest
 
 ROTATED = 256 << 20
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
