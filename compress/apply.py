@@ -36,10 +36,10 @@ from compress.walk.parallel.ranks import current, joined
 from compress.walk.parallel.spawn import check_devices, device_of_process, process_count, spawned
 from compress.walk.resume import BlockStore
 from compress.walk.shards import WorkFolder
-from kernels import source
-from kernels.busy import warn_if_busy
 from kernels.clock import clock
 from kernels.registry import recording
+from kernels.support import source
+from kernels.support.busy import warn_if_busy
 
 
 def apply(

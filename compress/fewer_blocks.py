@@ -12,7 +12,7 @@ from compress.linear import CompressedLinear, is_linear, shape_of
 from compress.walk.blocks import find_blocks
 from compress.walk.experts import SplitExperts, is_fused_experts
 from compress.walk.offload import empty_weights
-from kernels.errors import first_line
+from kernels.support.errors import first_line
 
 NUMBERS = ("layer_idx", "layer_id")  # attributes in which the modules of a block keep its number
 PLAIN = (int, float, bool, str, type(None))

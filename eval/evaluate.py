@@ -20,9 +20,9 @@ from eval.text.names import text_name
 from eval.text.through_cache import remark
 from eval.text.windows import LogitSource, mean_and_stderr, windows
 from eval.writing.generation import PROMPTS, Sample, generate_samples
-from kernels.deploy import deployed
-from kernels.errors import first_line
 from kernels.registry import recording
+from kernels.support.deploy import deployed
+from kernels.support.errors import first_line
 
 
 @dataclass

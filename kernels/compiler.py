@@ -18,7 +18,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kernels.user_cache import cache_folder
+from kernels.support.user_cache import cache_folder
 
 COMPILERS = ("g++", "c++", "clang++")  # the first of them that there is, if CXX names none
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-DAT_PARALLEL_OPENMP=1", "-w")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kernels.files import write_whole
+from kernels.support.files import write_whole
 
 TUNED = Path(__file__).parent / "tuned"
 _trying: dict[tuple[str, str], dict | None] = {}

@@ -27,7 +27,7 @@ from compress.recipe import call, parse_recipe
 from eval.machine.size import size
 from eval.run_record import provenance
 from eval.text.windows import mean_and_stderr, windows
-from kernels.deploy import cast
+from kernels.support.deploy import cast
 
 RULES = ("kl_scaled", "fisher", "kl", "cosine", "zscore", "shuffled")
 

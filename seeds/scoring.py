@@ -30,7 +30,7 @@ from eval.run_record import provenance
 from eval.speed.speed import contestants, measure_speed, quartiles
 from eval.tasks.tasks import answer_tasks
 from eval.text.divergence import compare_on_text
-from kernels.deploy import cast
+from kernels.support.deploy import cast
 
 BASELINE = ""  # the name of its row
 AFTER_WEIGHTS = ("quantize_activations", "cache")  # stages whose methods leave weights alone, if they store none

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.cpp_extension import include_paths, library_paths
 
 from kernels.compiler import compiler
-from kernels.user_cache import cache_folder
+from kernels.support.user_cache import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = tuple(str(ROOT / package) for package in ("compress", "eval", "kernels"))

@@ -5,7 +5,7 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kernels.files import sync
+from kernels.support.files import sync
 
 CHECKSUMS = "checksums.json"
 # Files that a user may edit or that are written later: card, verification, record of the run, and its manifest.

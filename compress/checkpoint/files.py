@@ -14,7 +14,7 @@ from compress.checkpoint.checksums import CHECKSUMS, listed_files
 from compress.checkpoint.tied import tie_by_content
 from compress.embedding import CompressedEmbedding
 from compress.linear import CompressedLinear
-from kernels.errors import first_line, kind_and_first_line
+from kernels.support.errors import first_line, kind_and_first_line
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from compress.checkpoint.shards import SHARD_BYTES
 from compress.result import Result
-from kernels.errors import first_line
+from kernels.support.errors import first_line
 
 STORY = "compression.json"  # the steps that made the model
 VERIFICATION = "verification.json"  # the result of loading it again

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compress.checkpoint.files import INDEX, ONE_FILE, opened, weight_files
-from kernels.errors import first_line
+from kernels.support.errors import first_line
 
 SHARD_BYTES = 5_000_000_000  # the largest size of a file in hubs and transformers
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, a quota, a limit on the size of files

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from compress.inputs.hub import quick_to_fail, revision
 from compress.inputs.text_files import READERS, STRINGS, documents_of, text_column
-from kernels.errors import first_line
+from kernels.support.errors import first_line
 
 _LOCAL = {
     "wikitext2": "wikitext2_raw/test.parquet", "c4": "calib_c4/train.parquet",

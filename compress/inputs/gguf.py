@@ -20,9 +20,9 @@ from compress.checkpoint.classes import auto_class
 from compress.checkpoint.files import check_count, check_filled, check_size, reading
 from compress.checkpoint.tied import settle_tying
 from compress.walk.shards import WorkFolder
-from kernels.files import sync
-from kernels.source import code_sha256
-from kernels.user_cache import cache_folder
+from kernels.support.files import sync
+from kernels.support.source import code_sha256
+from kernels.support.user_cache import cache_folder
 
 # Sizes in a file's header, below the name of its architecture.
 SIZES = (

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
-from kernels.hub import TIMEOUT_S, hub_reachable
+from kernels.support.hub import TIMEOUT_S, hub_reachable
 
 REVISIONS = "WORKBENCH_REVISIONS"  # {"models/owner/name": revision, ...} as JSON: the revisions in the plan of a run
 

@@ -26,7 +26,7 @@ from compress.inputs.gguf import converted
 from compress.inputs.hub import quick_to_fail, revision
 from compress.inputs.on_disk import load_on_disk
 from compress.walk.offload import put_on_disk
-from kernels.errors import first_line, kind_and_first_line
+from kernels.support.errors import first_line, kind_and_first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = ("memory", "disk")  # where a model's weights are while they are not in use

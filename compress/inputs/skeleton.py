@@ -20,7 +20,7 @@ from compress.checkpoint.tied import differ, set_tied
 from compress.embedding import find_ends
 from compress.inputs.gguf import check_header, check_outline, converted_folder
 from compress.inputs.model import decoder_config, located, tiny_config
-from kernels.errors import first_line, kind_and_first_line
+from kernels.support.errors import first_line, kind_and_first_line
 
 
 @cache

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig
 from compress.kv.rotation import check_rotations
 from compress.kv.support import evaluating, plain_cache
 from compress.walk.capture import device_of
-from kernels.errors import first_line
+from kernels.support.errors import first_line
 
 PROMPT, DECODED = 12, 2  # tokens
 LEAST = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative difference of logits that rounding may cause

@@ -20,8 +20,8 @@ from compress.transforms.stream import stream_of
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, block_calls, on_device, run_block
 from compress.walk.context import Context
-from kernels.errors import first_line
 from kernels.linear import fast_linear
+from kernels.support.errors import first_line
 
 KINDS = {"attention": ("attention",), "mlp": ("mlp",), "joint": ("attention", "mlp"), "block": ("block",)}
 METRICS = ("cosine", "block_influence")

@@ -12,7 +12,7 @@ from compress.walk.parallel.places import SLICES, Place, places
 from compress.walk.parallel.ranks import current
 from compress.walk.returned import Passed, Returned, first_of, passed_on, with_values
 from compress.walk.shards import OnDisk, WorkFolder
-from kernels.errors import first_line
+from kernels.support.errors import first_line
 
 MICRO_BATCH_TOKENS = 2048  # tokens that go through a block at once
 FEW = 8  # tokens on which a model is tried

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from compress.walk.capture import Call
 from compress.walk.parallel.ranks import current
 from compress.walk.resume import BlockStore
-from kernels.files import whole_file
+from kernels.support.files import whole_file
 
 
 class Chain:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from compress.linear import CompressedLinear
 from compress.records import LayerRecord
-from kernels.files import whole_file
+from kernels.support.files import whole_file
 
 
 class BlockStore:

@@ -1,5 +1,5 @@
-"""`kernels.files`, for `reports`, which imports only this package."""
+"""`kernels.support.files`, for `reports`, which imports only this package."""
 
-from kernels.files import sync, write_whole
+from kernels.support.files import sync, write_whole
 
 __all__ = ["sync", "write_whole"]

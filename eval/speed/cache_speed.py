@@ -26,13 +26,13 @@ from eval.speed.regional import NotRegional, Step, compile_regional
 from eval.speed.speed import quartiles
 from eval.speed.work import config_of_layer, head_width
 from kernels.clock import clock
-from kernels.errors import first_line
 from kernels.huge_pages import in_huge_pages
 from kernels.kv_decode import KV
 from kernels.registry import recording
 from kernels.step.assemble import CHECKED, MOST, difference
 from kernels.step.decoder import NotNative, recognise
 from kernels.step.in_parts import StepInParts
+from kernels.support.errors import first_line
 
 FULL = "full"
 SDPA = "full, torch SDPA"

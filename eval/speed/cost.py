@@ -18,9 +18,9 @@ from tqdm.auto import tqdm
 
 from eval.speed.speed import Speed
 from eval.speed.work import Work, work
-from kernels.deploy import deployed
 from kernels.harness import roofline
 from kernels.harness.roofline import Ceilings
+from kernels.support.deploy import deployed
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def predict(model: nn.Module, *, context: int, batch: int = 1, ceilings: Ceiling
     """The least time of one decoding step on a device with these ceilings.
 
     Args:
-        model: a transformers decoder in the dtype in which it is deployed (`kernels.deploy.deployed`), compressed or
-            not.
+        model: a transformers decoder in the dtype in which it is deployed (`kernels.support.deploy.deployed`),
+            compressed or not.
         context: number of positions that each row's query sees, its own included.
         batch: number of rows.
 

@@ -24,7 +24,7 @@ from typing import IO
 
 import torch
 
-from kernels.user_cache import cache_folder
+from kernels.support.user_cache import cache_folder
 
 WAITING = "WORKBENCH_WAITING"  # names a file that exists while this process waits, so that the wait is not counted
 LOCKS = "WORKBENCH_LOCKS"  # names another folder for the locks, such as one that several users share

@@ -32,8 +32,8 @@ from eval.machine.size import size
 from eval.speed.device_lock import undisturbed
 from eval.speed.speed import Variant, clear, contestants, in_groups, make, make_ready, positions, serve
 from eval.speed.work import Work, work
-from kernels.deploy import deployed
 from kernels.harness.roofline import Ceilings
+from kernels.support.deploy import deployed
 
 METRICS = ("memory_use", "compute_use", "latency", "throughput", "energy", "compression_rate")
 EVERY_S = 0.02  # seconds between two samples of the machine

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.deploy import deployed
+from kernels.support.deploy import deployed
 
 _NAMES = "_layercast_names"  # attribute of a module: names of its tensors that are cast while it runs
 _HELD = "_layercast_held"  # attribute of a running module: (dict that holds the tensor, name, the 16-bit tensor)

@@ -30,8 +30,6 @@ from eval.speed.regional import NotRegional, RegionalStep, Step, compile_regiona
 from eval.speed.work import work
 from eval.writing.generation import write
 from kernels.clock import clock
-from kernels.deploy import deployed
-from kernels.errors import first_line
 from kernels.harness.roofline import read_bandwidth
 from kernels.huge_pages import in_huge_pages
 from kernels.linear.prepacked import prepack
@@ -43,6 +41,8 @@ from kernels.step.decoder import ACCELERATION, NotNative, knows
 from kernels.step.forward import NativePrompt, native_prompt
 from kernels.step.gpu.accelerate import accelerate_by_graphs
 from kernels.step.gpu.graphs import Graphs
+from kernels.support.deploy import deployed
+from kernels.support.errors import first_line
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from eval.tasks.trust import TRUST, is_trusted
-from kernels.errors import first_line, kind_and_first_line
-from kernels.hub import hub_reachable
+from kernels.support.errors import first_line, kind_and_first_line
+from kernels.support.hub import hub_reachable
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task

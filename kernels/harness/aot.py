@@ -22,8 +22,8 @@ from typing import Any
 from kernels.harness.hazards import mixed_rows, overwritten_in_flight, rewritten_in_flight
 from kernels.interpreter import interpreting
 from kernels.support.declarations import OPS
+from kernels.support.user_cache import cache_folder
 from kernels.tuning import Compilation
-from kernels.user_cache import cache_folder
 
 COMMITTED = Path(__file__).with_name("aot.json")
 # Bytes of shared memory available to one block, by compute capability; Triton compiles beyond them without a warning.

@@ -14,13 +14,13 @@ from importlib import import_module
 import torch
 import torch.nn.functional as F
 
-from kernels.errors import kind_and_first_line
 from kernels.harness.roofline import measure as ceilings_of
 from kernels.harness.table import rows_table
 from kernels.harness.trial import bare_row, measure, sentence
 from kernels.linear import linear
 from kernels.support import declarations
 from kernels.support.declarations import OWN, Contest
+from kernels.support.errors import kind_and_first_line
 
 CPU = torch.device("cpu")
 CPU_OPS = ("linear", "prompt_attention")  # not in kernels.support.declarations, because GPUs use torch's own kernels

@@ -33,12 +33,12 @@ import transformers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from kernels.errors import kind_and_first_line
 from kernels.harness.roofline import environment, measure
 from kernels.int_matmul import Packed, int_matmul, pack
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.gpu.body import OwnBody
 from kernels.step.gpu.graphs import Graphs, GraphStep
+from kernels.support.errors import kind_and_first_line
 from kernels.w4a8_matmul import w4a8_matmul
 from kernels.w8a8_matmul import W8, quantize_weight, w8a8_matmul
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from kernels.errors import kind_and_first_line
 from kernels.harness.timing import settle, time_in_turns
 from kernels.huge_pages import in_huge_pages
 from kernels.linear.onednn import lay_out, lays_out, product
 from kernels.support.declarations import Contest
+from kernels.support.errors import kind_and_first_line
 
 
 @dataclass(frozen=True)

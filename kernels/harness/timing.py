@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.errors import kind_and_first_line
 from kernels.harness.clock import sm_clock
+from kernels.support.errors import kind_and_first_line
 
 SAMPLE = 2e-3  # seconds that a sample should last, so that the cost of its start and end is negligible
 WARMING = 0.3  # seconds of work on a GPU before its samples

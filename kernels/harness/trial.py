@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from kernels import tuning
-from kernels.errors import kind_and_first_line
 from kernels.harness.roofline import Ceilings, least_seconds
 from kernels.harness.table import name as name_of
 from kernels.harness.timing import settle, time_in_turns
 from kernels.harness.verify import Verdict, apart, fresh, verify
 from kernels.interpreter import interpreting
 from kernels.support.declarations import OWN, Asked, Check, Contest
+from kernels.support.errors import kind_and_first_line
 
 Line = dict[str, Any]
 BROKEN = 3  # exit status: the device no longer answers in this process

@@ -65,13 +65,13 @@ from typing import Any
 
 import torch
 
-from kernels.files import write_whole
 from kernels.harness import roofline, trial
 from kernels.harness.jobs import Job, Workers
 from kernels.harness.table import summary, table
 from kernels.harness.trial import Line
 from kernels.interpreter import interpreting
 from kernels.support import declarations
+from kernels.support.files import write_whole
 
 SCHEMA_VERSION = 1
 PREPARING = 0.5  # largest share of the budget for checks and compilation; with --tune, more is compiled

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.errors import kind_and_first_line
 from kernels.harness.timing import settle
 from kernels.support.declarations import TOLERANCE, Contest, poisoned, relative_rms
+from kernels.support.errors import kind_and_first_line
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from kernels.compiler import build, built_library
-from kernels.errors import kind_and_first_line
 from kernels.processor import limit_libraries
+from kernels.support.errors import kind_and_first_line
 
 HERE = Path(__file__).parent
 # There are loops for each of these, the best first; `runs` tells which ones a machine has. "neon bf16" is NEON with

@@ -16,7 +16,6 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kernels import native
-from kernels.deploy import cast
 from kernels.huge_pages import in_huge_pages
 from kernels.step.assemble import NativeStep, native_step, step_of
 from kernels.step.cache import AttendingCache, LayerRoom, LentRooms, RoomyLayer, roomy, static_cache
@@ -27,6 +26,7 @@ from kernels.step.in_parts import StepInParts
 from kernels.step.native import MOST_TOKENS
 from kernels.step.outputs import check_outputs
 from kernels.step.writing.generate import generate
+from kernels.support.deploy import cast
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LAID_OUT = 512  # length of the prompts for which dense weights are laid out, in tokens

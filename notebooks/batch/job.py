@@ -15,7 +15,7 @@ from typing import Any
 from eval.machine.processor import cpu_class
 from eval.record.files import write_whole
 from eval.record.reading import read_json
-from kernels.busy import environment_for_others
+from kernels.support.busy import environment_for_others
 from notebooks.batch import snapshot
 from notebooks.batch.leases import Lease, held, take
 from notebooks.batch.processes import MARK, Mark, end, end_orphans, mark

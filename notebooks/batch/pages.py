@@ -16,7 +16,7 @@ import yaml
 from eval.record.manifest import MANIFEST
 from eval.record.schema import read_record
 from eval.text.names import with_short_names
-from kernels.source import code_sha256
+from kernels.support.source import code_sha256
 from notebooks.batch.job import is_stale, state
 from notebooks.batch.run_folder import FAILURE, RunFolder
 from notebooks.batch.status import kept_sweep, run_folders, sweep_folder, sweep_name

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.record.reading import read_json
-from kernels.errors import first_line
+from kernels.support.errors import first_line
 from notebooks.batch.run_folder import FAILURE, Executed, RunFolder, executed
 from notebooks.batch.saved_model import saved_model
 from notebooks.study.identity import ROOT

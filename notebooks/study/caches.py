@@ -29,7 +29,7 @@ from eval.evaluate import Scores
 from eval.record.files import write_whole
 from eval.record.reading import read_json
 from eval.speed.cache_speed import FULL, CacheSpeed, measure_cache_speed
-from kernels.deploy import deployed
+from kernels.support.deploy import deployed
 from notebooks.study.strengths import recipes_at
 
 MAIN = "compressed"

@@ -21,8 +21,8 @@ from typing import Any
 from eval.machine.versions import versions
 from eval.record.manifest import file_sha256
 from kernels.compiler import built_library, compiler
-from kernels.source import code_sha256 as source_sha256
-from kernels.source import normal
+from kernels.support.source import code_sha256 as source_sha256
+from kernels.support.source import normal
 from notebooks.study.parameters import decides_result, notebook_path, read_cells
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,8 +25,8 @@ from eval.record.manifest import seal
 from eval.record.schema import write_record
 from eval.run_record import RunInfo
 from eval.speed.device_lock import call_this, share
-from kernels.deploy import cast
-from kernels.user_cache import compile_in_cache
+from kernels.support.deploy import cast
+from kernels.support.user_cache import compile_in_cache
 from notebooks.study.bars import Bars
 from notebooks.study.identity import CODE, COMMIT, KEY, ROOT, THREADS, packages_code, run_key
 from notebooks.study.parameters import (

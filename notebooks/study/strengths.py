@@ -24,7 +24,7 @@ from eval.evaluate import score_text
 from eval.machine.size import size
 from eval.record.files import write_whole
 from eval.record.reading import read_json
-from kernels.deploy import cast
+from kernels.support.deploy import cast
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from compress.recipe import parse_recipe
 from eval.machine.hardware import hardware
 from eval.text.perplexity import Perplexity, token_losses
 from eval.text.windows import Window, predictions, windows
-from kernels.deploy import cast
+from kernels.support.deploy import cast
 
 TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K_M", "IQ3_M", "IQ3_XXS", "Q2_K", "IQ2_M")
 OURS = (work.GPTQ32, work.AWQ)

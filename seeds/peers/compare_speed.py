@@ -43,7 +43,7 @@ from eval.machine.hardware import hardware
 from eval.machine.size import size
 from eval.speed.speed import clear, contestants, make, make_ready, serve
 from eval.text.divergence import compare_on_text
-from kernels.deploy import cast, deployed
+from kernels.support.deploy import cast, deployed
 
 BASELINE = "ours, 16 bits"
 RANDOM = "random-1b"

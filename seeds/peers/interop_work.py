@@ -18,7 +18,7 @@ from compress.recipe import parse_recipe
 from eval.speed.speed import contestants, measure_speed
 from eval.text.perplexity import token_losses
 from eval.text.windows import Window, predictions
-from kernels.deploy import cast
+from kernels.support.deploy import cast
 
 MODELS = ("smollm2-135m", "gemma3-270m")
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 5, 48, 32

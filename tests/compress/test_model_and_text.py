@@ -19,7 +19,7 @@ from compress.inputs.corpus import PARTS, apart, load_text
 from compress.inputs.gguf import shuffle
 from compress.walk.identity import weights_sha256
 from eval.writing.generation import encode_prompt
-from kernels import user_cache
+from kernels.support import user_cache
 
 
 def test_code_of_a_model_is_never_executed(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from compress.walk.streaming import Streamed, scorable
 from eval.evaluate import evaluate, score_text
 from eval.text.divergence import compare_on_text
 from eval.text.perplexity import perplexity
-from kernels.deploy import cast
+from kernels.support.deploy import cast
 
 CPU = torch.device("cpu")
 GPTQ = "gptq(bits=3, group_size=16, min_tokens=8)"

@@ -15,8 +15,8 @@ from eval.machine.size import size
 from eval.speed.cost import cost_model, predict, speed_rows
 from eval.speed.speed import Speed
 from eval.speed.work import Experts, Work, cache_bytes_per_token, work
-from kernels.deploy import deployed
 from kernels.harness.roofline import Ceilings
+from kernels.support.deploy import deployed
 
 CEILINGS = Ceilings(1000.0, {"bfloat16": 4000.0, "float32": 2000.0})
 

@@ -14,8 +14,8 @@ from eval.machine.size import size
 from eval.speed import efficiency
 from eval.speed.efficiency import METRICS, Measure, Watch, check_efficiency, measure_efficiency
 from eval.speed.work import work
-from kernels.deploy import deployed
 from kernels.harness.roofline import Ceilings
+from kernels.support.deploy import deployed
 
 
 @pytest.fixture

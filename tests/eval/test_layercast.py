@@ -10,7 +10,7 @@ from torch import nn
 from compress import METHODS, apply
 from eval.machine.size import size
 from eval.speed.layercast import layercast
-from kernels.deploy import deployed
+from kernels.support.deploy import deployed
 
 
 def padded(model, tokens):

@@ -24,7 +24,7 @@ from eval.text.names import short_path, text_name, with_short_names
 from eval.text.perplexity import Perplexity, perplexity
 from eval.text.windows import mean_and_stderr, windows
 from eval.writing.generation import first_difference, generate_samples
-from kernels.deploy import deployed
+from kernels.support.deploy import deployed
 
 
 def loss_of(model, ids, first):

@@ -28,7 +28,7 @@ from eval.tasks import harness, task_files
 from eval.tasks.fingerprint import model_sha256, tokenizer_sha256
 from eval.tasks.paired import AGGREGATES, compare, mcnemar, stderr
 from eval.tasks.tasks import FLIPS, TaskScores, answer_tasks, check_tasks
-from kernels import hub
+from kernels.support import hub
 
 CHOICE = {
     "output_type": "multiple_choice",

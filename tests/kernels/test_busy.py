@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from kernels import busy
+from kernels.support import busy
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="OpenMP of other systems reads other variables")
 

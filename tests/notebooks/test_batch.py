@@ -265,7 +265,7 @@ def test_a_run_of_other_code_is_stale_and_stays_until_it_is_asked_for_again(swee
 def test_a_sweep_under_way_runs_the_code_that_it_was_planned_with(sweep, runs, trivial):
     """The first run edits the notebook; the second one does not notice, and its packages are those of the snapshot."""
     edit = f"p = Path({str(trivial)!r}); p.write_text(p.read_text().replace('working on', 'edited'))"
-    does = f"import kernels.source; print(kernels.source.__file__); {edit}"
+    does = f"import kernels.support.source; print(kernels.support.source.__file__); {edit}"
     done = run_sweep(sweep(grid={"number": [1, 2]}, base={"does": does}), runs=runs)
     assert [outcome.status for outcome in done] == ["finished"] * 2, done
     for outcome in done:

@@ -10,7 +10,7 @@ from compress.checkpoint.gguf.embedded import EMBEDDED
 from compress.inputs import hub
 from compress.inputs import model as models
 from eval.record.schema import read_record
-from kernels import source
+from kernels.support import source
 from notebooks.batch.plan import plan
 from notebooks.batch.sweep import MOST, SWEEPS, is_sweep, read_sweep, single
 from notebooks.study import identity as identities

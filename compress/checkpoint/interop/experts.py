@@ -17,7 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from compress.checkpoint.interop.schemes import FLOATS, INTS, Scheme, scheme_of
 from compress.checkpoint.verify import named_weights
 from compress.walk.experts import SplitExperts, is_fused_experts, split_shapes
-from kernels.errors import kind_and_first_line
+from kernels.support.errors import kind_and_first_line
 from kernels.w8a8_matmul import BLOCK
 
 _STORED = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale")

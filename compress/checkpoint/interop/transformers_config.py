@@ -18,7 +18,7 @@ from compress.checkpoint.tied import stored_once, true_config
 from compress.checkpoint.workbench import write_configuration
 from compress.dropped import dropped_parts
 from compress.linear import CompressedLinear, compressed_linears
-from kernels.errors import first_line
+from kernels.support.errors import first_line
 
 
 def problem_for_transformers(model: nn.Module, save_format: str) -> str:

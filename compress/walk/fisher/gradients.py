@@ -36,8 +36,8 @@ from compress.walk.identity import tokens_sha256, weights_sha256
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from compress.walk.shards import WorkFolder
-from kernels import source
 from kernels.linear import fast_linear
+from kernels.support import source
 
 
 def fisher(

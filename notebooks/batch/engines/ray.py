@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from kernels.errors import first_line
+from kernels.support.errors import first_line
 from notebooks.batch.engines.lost import attempts, outcome_of_lost, seen
 from notebooks.batch.job import Job, Outcome, execute
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.record.files import write_whole
-from kernels.errors import first_line
+from kernels.support.errors import first_line
 from notebooks.batch.engines import lost
 from notebooks.batch.engines.lost import attempts, failure, outcome_of_lost, seen
 from notebooks.batch.job import Job, Outcome, execute

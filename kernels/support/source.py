@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from kernels.user_cache import cache_folder
+from kernels.support.user_cache import cache_folder
 
 SUFFIXES = (".py", ".cpp", ".inc", ".json")
 KEPT = 5000  # largest number of stored hashes; a larger file is discarded
