@@ -43,7 +43,7 @@ from compress.kv.smoothing.smooth_keys import SmoothKeys
 from compress.kv.storing.kv_fp8 import KVFloat8
 from compress.kv.storing.kv_int import KVInt
 from compress.kv.storing.zipvl import ZipVL
-from compress.method import Method
+from compress.method import METHODS, Method
 from compress.pruning.layer_drop import LayerDrop
 from compress.pruning.magnitude import Magnitude
 from compress.pruning.random_choice import RandomChoice
@@ -68,7 +68,7 @@ from compress.weights.rtn import RTN
 from compress.weights.squeezellm import SqueezeLLM
 from kernels.step.accelerate import accelerate
 
-METHODS: dict[str, type[Method]] = {
+METHODS |= {
     "rtn": RTN, "gptq": GPTQ, "gptaq": GPTAQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
     "qtip": QTIP, "qmoe": QMoE, "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "bitstack": BitStack,
     "finequant": FineQuant, "mixed": Mixed, "tune": Tune,

@@ -20,6 +20,7 @@ from compress.kv.policy import CacheMethod
 from compress.linear import parameter_count, sharing_copy
 from compress.memory import measured, plan
 from compress.method import Method, settle
+from compress.recipe import Recipe, methods_of
 from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerRecord
 from compress.result import Result, check_finished, naming_state, refuse_save_pretrained
 from compress.walk.blocks import find_blocks, kept_weights
@@ -43,7 +44,7 @@ from kernels.support.busy import warn_if_busy
 
 
 def apply(
-    recipe: Sequence[Method],
+    recipe: Recipe,
     model: nn.Module,
     batches: Sequence[Tensor] = (),
     *,
@@ -56,7 +57,7 @@ def apply(
     """Compress a model in place.
 
     Args:
-        recipe: methods, applied in order.
+        recipe: methods, applied in order: a list, one method, or a text such as "smoothquant, gptq(bits=8), int8".
         model: a transformers decoder; its blocks are replaced piece by piece, so keep a copy if you need the original.
         batches: calibration tokens, LongTensors [1, T]; any list will do, `calibration` makes one.
         device: where to compute, one block at a time; None: the model's own device.
@@ -85,6 +86,7 @@ def apply(
         ProcessLost: one of several processes has ended. An error in one of them is raised in all.
     """
     check_calibrate(calibrate)
+    recipe = methods_of(recipe)
     arguments = {"recipe": recipe, "model": model, "batches": batches, "work_path": work_path, "calibrate": calibrate}
     arguments["max_memory"] = max_memory
     with (
@@ -233,7 +235,7 @@ def _run(
 
 
 def apply_each(
-    recipes: Mapping[str, Sequence[Method]],
+    recipes: Mapping[str, Recipe],
     model: nn.Module,
     batches: Sequence[Tensor] = (),
     *,
@@ -252,8 +254,9 @@ def apply_each(
     """
     check_calibrate(calibrate)
     check_finished(model)
+    recipes = {name: methods_of(recipe) for name, recipe in recipes.items()}
     for recipe in recipes.values():
-        for method in settle(list(recipe)):
+        for method in settle(recipe):
             method.check(model)
     progress = tqdm(recipes.items(), desc="recipes", unit="recipe")
     results = {}

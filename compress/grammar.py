@@ -1,7 +1,6 @@
 """The language of recipes: turns a text into methods with their knobs."""
 
 import ast
-import difflib
 import itertools
 import keyword as python
 import math
@@ -9,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from compress.method import Method
+from compress.method import Method, allowed, check_knob_names
 
 MOST_VARIANTS = 1000  # most recipes from one text with braces
 # A quoted text, or a value that is a word here and a keyword in Python's parser, such as `global`.
@@ -107,9 +106,8 @@ def _method(node: ast.expr, methods: Mapping[str, type[Method]], text: str, para
     name = called.func if called else node
     if not isinstance(name, ast.Name) or name.id not in methods:
         shown = ast.unparse(name)
-        near = difflib.get_close_matches(shown, methods, n=1)
-        hint = f"did you mean {near[0]}? There" if near else "there"
-        raise ValueError(f"`{parameter}` (={text!r}): {shown} is not a method; {hint} are {', '.join(methods)}")
+        names = allowed(shown, methods, "there are")
+        raise ValueError(f"`{parameter}` (={text!r}): {shown} is not a method; {names}")
     method = methods[name.id]
     if called and called.args:
         raise ValueError(
@@ -117,10 +115,7 @@ def _method(node: ast.expr, methods: Mapping[str, type[Method]], text: str, para
         )
     values = {}
     for keyword in called.keywords if called else []:
-        if keyword.arg not in method.knobs():
-            near = difflib.get_close_matches(str(keyword.arg), method.knobs(), n=1)
-            hint = f"did you mean `{near[0]}`? " if near else ""
-            raise ValueError(f"`{keyword.arg}` is not a knob of {name.id}; {hint}It has {', '.join(method.knobs())}")
+        check_knob_names(method, [str(keyword.arg)])
         if isinstance(keyword.value, ast.Dict):
             raise ValueError(
                 f"`{keyword.arg}` of {name.id} in `{parameter}` (={text!r}): braces hold values, as in {{1, 2}}"

@@ -2,8 +2,9 @@
 order."""
 
 import dataclasses
+import difflib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
@@ -52,6 +53,10 @@ class Method:
     # The method's memory at its peak while it compresses one weight: the numbers of float32 copies of the weight
     # [out, in], and of the Gram matrix [in, in] of its inputs beside that matrix itself. They predict peak memory.
     working_set: ClassVar[tuple[float, float]] = (8.0, 0.0)
+
+    def __new__(cls, *values: Any, **knobs: Any) -> "Method":
+        check_knob_names(cls, knobs, named=not values)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -141,6 +146,44 @@ class Method:
             if knobs[name].metadata["describes"] or value != knobs[name].default
         }
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in written.items())})" if written else self.name
+
+
+class UnknownMethod(KeyError, ValueError):
+    """A name that is not in `METHODS`."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would show it in quotation marks
+
+
+class Methods(dict[str, type[Method]]):
+    """Classes of methods by their names; the error for another name says which names are near it."""
+
+    def __missing__(self, name: object) -> type[Method]:
+        shown = f"METHODS[{name!r}]: {name} is not a method"
+        raise UnknownMethod(f"{shown}; {allowed(str(name), self, 'there are')}")
+
+
+METHODS = Methods()  # `compress/__init__.py` names all methods in it
+
+
+def allowed(name: str, names: Iterable[str], there: str, quote: str = "") -> str:
+    """The end of an error's message about an unknown name: the name that looks most like it, and all names.
+
+    Args:
+        there: the words before all names, such as "there are".
+    """
+    every, closest = f"{there} {', '.join(names)}", difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {quote}{closest[0]}{quote}? {every[0].upper()}{every[1:]}" if closest else every
+
+
+def check_knob_names(method: type[Method], names: Iterable[str], *, named: bool = True) -> None:
+    """Raise ValueError if a method does not have a knob of one of these names, or if values came without names."""
+    knobs = method.knobs()
+    if not named:
+        raise ValueError(f"knobs of {method.name} are given by name: {', '.join(knobs) or 'it has none'}")
+    for name in names:
+        if name not in knobs:
+            raise ValueError(f"`{name}` is not a knob of {method.name}; {allowed(name, knobs, 'it has', '`')}")
 
 
 def refuse_stored(method: Method, before: Sequence[Method], does: str) -> None:

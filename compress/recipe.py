@@ -5,12 +5,13 @@ several recipes are compared, semicolons separate them, a name may stand before 
 int8(activations=tensor)`), and a knob may have several values in braces: `wanda(ratio={0.3, 0.5})`.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from compress import METHODS
 from compress.grammar import Variant, split_recipes, variants_of
-from compress.method import Method, settle
+from compress.method import METHODS, Method, settle
 
+Recipe = str | Method | Iterable[str | Method]  # wherever a function takes a recipe
 TAKEN = {"baseline", "compressed", "unsmoothed", "bfloat16", "float32"}  # names that a run gives to its own models
 
 
@@ -19,16 +20,46 @@ def parse_variants(text: str, parameter: str = "recipe") -> tuple[str, list[Vari
     return variants_of(text, METHODS, parameter)
 
 
-def parse_recipe(text: str) -> list[Method]:
+def parse_recipe(text: str, parameter: str = "recipe") -> list[Method]:
     """The methods that a text names, in order, as `parse_variants` reads it.
 
     Raises:
         ValueError: as in `parse_variants`; or values in braces: one recipe has one value for each knob.
     """
-    _, variants = parse_variants(text)
+    _, variants = parse_variants(text, parameter)
     if variants[0].values:
-        raise ValueError(f"`recipe` (={text!r}) has several values in braces, which only comparisons and curves take")
+        raise ValueError(
+            f"`{parameter}` (={text!r}) has several values in braces, which only comparisons and curves take"
+        )
     return variants[0].methods
+
+
+def methods_of(recipe: Recipe, parameter: str = "recipe") -> list[Method]:
+    """The methods of a recipe in any form: a text, a method, or a list of them.
+
+    Args:
+        parameter: the name of the recipe's parameter, for errors.
+
+    Raises:
+        ValueError: as in `parse_recipe`, or something else was given.
+    """
+    if isinstance(recipe, Method):
+        return [recipe]
+    if isinstance(recipe, str):
+        return parse_recipe(recipe, parameter)
+    if isinstance(recipe, Iterable) and not isinstance(recipe, Mapping | bytes | type):
+        return [
+            method
+            for one in recipe
+            for method in (methods_of(one, parameter) if isinstance(one, str | type) else [one])
+        ]
+    hint = ""
+    if isinstance(recipe, type) and issubclass(recipe, Method):
+        hint = f"; a class has no knobs yet: METHODS[{recipe.name!r}]() has"
+    raise ValueError(
+        f"`{parameter}` (={recipe!r}) must be a method, such as METHODS['gptq'](bits=4), a list of methods, or a text, "
+        f"such as 'smoothquant, int8'{hint}"
+    )
 
 
 def parse_recipes(text: str) -> dict[str, list[Method]]:

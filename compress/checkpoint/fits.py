@@ -12,11 +12,12 @@ from compress.formats import FORMATS, Bitmap, Sparse24Weight
 from compress.formats.masked import masked_like_spec
 from compress.linear import CompressedLinear, is_linear, sharing_copy
 from compress.method import Method, settle
+from compress.recipe import Recipe, methods_of
 from compress.walk.blocks import targets
 from compress.walk.layerwise import LayerwiseMethod
 
 
-def check_save_format(save_format: str, recipe: Sequence[Method], model: nn.Module) -> None:
+def check_save_format(save_format: str, recipe: Recipe, model: nn.Module) -> None:
     """Raise ValueError, before any work, if a checkpoint format cannot hold the model that a recipe will make.
 
     The message names the format, the method with its knobs, a linear, the reason, and the formats that could hold it.
@@ -27,7 +28,7 @@ def check_save_format(save_format: str, recipe: Sequence[Method], model: nn.Modu
         model: the model before the recipe is applied; it may be on the meta device, and is not changed.
     """
     format_named(save_format)
-    settled, outline = settle(list(recipe)), sharing_copy(model)
+    settled, outline = settle(methods_of(recipe)), sharing_copy(model)
     for method in settled:
         method.outline(outline)
     for variant in itertools.product(*(method.variants() for method in settled)):

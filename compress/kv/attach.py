@@ -17,6 +17,7 @@ from compress.kv.identity import check_identity
 from compress.kv.policy import CacheMethod
 from compress.kv.rotation import check_rotations
 from compress.kv.support import PlainCache, check_model
+from compress.recipe import Recipe, methods_of
 
 SLOTS = ("policy", "storage", "reading", "projecting")
 
@@ -127,7 +128,7 @@ class Attachment:
             cache.end()
 
 
-def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
+def attach(model: nn.Module, methods: Recipe = ()) -> Attachment:
     """Make a model keep its cache by these methods whenever it generates, until `undo`.
 
     An empty `DynamicCache` in a call of the model, as `generate` makes one, is replaced by a compressed one. Caches
@@ -136,14 +137,20 @@ def attach(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Attachment:
 
     Args:
         model: a transformers decoder; batches, left padding, beams, chunked prefill and further turns are supported.
-        methods: at most one `Policy`, `Storage`, `Reading` and `Projecting`, including those of an earlier `attach`.
+        methods: at most one `Policy`, `Storage`, `Reading` and `Projecting`, including those of an earlier `attach`: a
+            list, one method, or a text such as "snapkv(budget=0.25), kv_int".
 
     Raises:
-        ValueError: the model's attention or cache is of a kind that is not supported, by its configuration or by its
-            logits with a cache that keeps everything (`check_identity`), or there are two methods of one kind. The
-            model stays as it was.
+        ValueError: a method is not one of the cache; the model's attention or cache is of a kind that is not
+            supported, by its configuration or by its logits with a cache that keeps everything (`check_identity`); or
+            there are two methods of one kind. The model stays as it was.
     """
     check_model(model)
+    methods = methods_of(methods, "methods")
+    if foreign := [method for method in methods if not isinstance(method, CacheMethod)]:
+        raise ValueError(
+            f"`methods`: {foreign[0]} is not a method of the cache; `apply` takes it, and methods of the cache with it"
+        )
     attachment = attachment_of(model)
     check_slots(model, methods)
     for method in methods:
@@ -199,7 +206,7 @@ def detach(model: nn.Module) -> None:
 
 
 @contextmanager
-def attached(model: nn.Module, methods: Sequence[CacheMethod] = ()) -> Iterator[Attachment]:
+def attached(model: nn.Module, methods: Recipe = ()) -> Iterator[Attachment]:
     """`attach` for the length of a `with` block; methods attached before it stay attached."""
     before = attachment_of(model)
     slots = {slot: getattr(before, slot, None) for slot in SLOTS}

@@ -5,7 +5,6 @@ import os
 import shlex
 import time
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
@@ -15,11 +14,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from compress import Method, Result, save_compressed
+from compress import Result, save_compressed
 from compress.checkpoint.card import add_scores
 from compress.checkpoint.fits import check_save_format
 from compress.checkpoint.save import format_named
 from compress.inputs.skeleton import skeleton
+from compress.recipe import Recipe
 from eval.record.files import write_whole
 from eval.record.manifest import seal
 from eval.record.schema import write_record
@@ -82,7 +82,7 @@ class Run:
         self._seal()
         return report
 
-    def check_saving(self, recipe: Sequence[Method], *, always: bool = False) -> None:
+    def check_saving(self, recipe: Recipe, *, always: bool = False) -> None:
         """Check, before any work, that the recipe's model can be saved with these parameters.
 
         Args:

@@ -8,12 +8,16 @@ import torch
 
 from compress import METHODS, apply
 from compress.apply import apply_each
+from compress.checkpoint.fits import check_save_format
 from compress.formats import Dense
+from compress.kv import attach, attached
 from compress.linear import weight_of
+from compress.memory import plan
 from compress.method import Method, knob, settle
-from compress.recipe import parse_recipe, parse_recipes, parse_variants
+from compress.recipe import methods_of, parse_recipe, parse_recipes, parse_variants
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import Absmax, Rows
+from tests.architectures import tiny_model
 
 
 def test_a_recipe_as_text():
@@ -70,6 +74,77 @@ def test_values_in_braces_stand_for_a_recipe_each():
 def test_text_that_is_no_recipe(text, message):
     with pytest.raises(ValueError, match=message):
         parse_recipe(text)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: METHODS["gptqq"],
+            r"^METHODS\['gptqq'\]: gptqq is not a method; did you mean gptq\? There are rtn, gptq,",
+        ),
+        (lambda: METHODS[4], r"^METHODS\[4\]: 4 is not a method; there are rtn,"),
+        (
+            lambda: METHODS["gptq"](bitz=4),
+            "^`bitz` is not a knob of gptq; did you mean `bits`\\? It has .*bits, group_size,",
+        ),
+        (lambda: METHODS["gptq"](4), "^knobs of gptq are given by name: .*bits,"),
+        (lambda: METHODS["rtn"](zzz=4), "^`zzz` is not a knob of rtn; it has .*bits,"),
+    ],
+)
+def test_a_misspelt_method_or_knob(call, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert isinstance(caught.value, KeyError) == message.startswith("^METHODS"), "a dictionary's own error is one, too"
+    assert METHODS.get("gptqq") is None and "gptqq" not in METHODS
+
+
+FORMS = ("rtn(bits=4, group_size=16)", METHODS["rtn"](bits=4, group_size=16), ["rtn(bits=4, group_size=16)"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_recipe_is_a_recipe_in_every_form(form):
+    """A text, a method and a list of either are the same recipe to every function that takes one."""
+    (method,) = methods_of(form)
+    assert method == METHODS["rtn"](bits=4, group_size=16)
+    result = apply(form, model := tiny_model("llama"))
+    assert result.recipe == [method] and result.layers and result.model is model
+    (found,) = apply_each({"one": form}, model := tiny_model("llama")).values()
+    assert found.recipe == [method]
+    assert plan(form, model, []).predicted_peak > 0
+    check_save_format("gguf", form, model)
+
+
+@pytest.mark.parametrize("form", ["knorm(budget=4)", METHODS["knorm"](budget=4), [METHODS["knorm"](budget=4)]])
+def test_a_method_of_the_cache_in_every_form(form):
+    model = tiny_model("llama")
+    with attached(model, form) as attachment:
+        assert attachment.policy == METHODS["knorm"](budget=4)
+    assert attach(model, form).policy == METHODS["knorm"](budget=4)
+    with pytest.raises(ValueError, match=r"^`methods`: rtn\(.*\) is not a method of the cache; `apply` takes it"):
+        attach(tiny_model("llama"), "rtn")
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (
+            None,
+            r"`recipe` \(=None\) must be a method, such as METHODS\['gptq'\]\(bits=4\), a list of methods, or a text",
+        ),
+        (4, r"`recipe` \(=4\) must be a method"),
+        ({"rtn": 4}, r"`recipe` \(=\{'rtn': 4\}\) must be a method"),
+        (METHODS["gptq"], r"a class has no knobs yet: METHODS\['gptq'\]\(\) has"),
+        ([METHODS["gptq"]], r"a class has no knobs yet: METHODS\['gptq'\]\(\) has"),
+        ("gptqq", "gptqq is not a method; did you mean gptq"),
+        ([4], r"`recipe` holds 4, which is not a method"),
+        ([], r"`recipe` \(=\[\]\) must hold at least one method"),
+    ],
+)
+def test_what_is_no_recipe_in_any_form(form, message):
+    for call in (apply, lambda form, model: apply_each({"one": form}, model)):
+        with pytest.raises(ValueError, match=message):
+            call(form, tiny_model("llama"))
 
 
 def test_two_recipes_of_one_name():
