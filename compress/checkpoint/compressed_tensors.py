@@ -28,10 +28,13 @@ The codes, scales and zero points are those of the workbench: nothing is quantis
   workbench take max|x| / 127, in float32. The weights are the same, the products differ by that rounding.
 """
 
+import importlib
 import importlib.util
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -160,7 +163,8 @@ that are decompressed, under a configuration that calls them packed: vLLM and th
         else:
             loaded = load_with_transformers(folder, model.dtype, schemes)
         buffers = take_computed_buffers(model, loaded)
-        loaded(torch.zeros(1, 1, dtype=torch.long), use_cache=False)  # the library decompresses at the first forward
+        with _without_bars():
+            loaded(torch.zeros(1, 1, dtype=torch.long), use_cache=False)  # the library decompresses at the first pass
         rounded = {name: rounding(linear, model.dtype) for name, linear in compressed_linears(model).items()}
         compare_weights(model, with_split_experts(loaded), rounded)
         steps = any(scheme.inputs for scheme in schemes.values())
@@ -181,6 +185,22 @@ that are decompressed, under a configuration that calls them packed: vLLM and th
         return Verification(reader, agreement.largest, tuple(remarks))
 
 
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Without the progress bars of the compressed-tensors library, which has no setting for them and writes them to the
+    error stream, in red in a notebook."""
+    importlib.import_module("compressed_tensors")
+    libraries = [module for name, module in sys.modules.items() if name.startswith("compressed_tensors.")]
+    bars = {module: bar for module in libraries if isinstance(bar := vars(module).get("tqdm"), type)}
+    try:
+        for module, bar in bars.items():
+            module.tqdm = partial(bar, disable=True)
+        yield
+    finally:
+        for module, bar in bars.items():
+            module.tqdm = bar
+
+
 def load_with_transformers(folder: Path, dtype: torch.dtype, schemes: Mapping[str, Scheme]) -> nn.Module:
     """The model as transformers loads it.
 
@@ -191,7 +211,7 @@ def load_with_transformers(folder: Path, dtype: torch.dtype, schemes: Mapping[st
         RuntimeError: tensors are missing, or there are too many.
     """
     more = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_asymmetric(schemes) else {}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _without_bars():
         warnings.filterwarnings("ignore", message="You passed `quantization_config`")
         return _complete(auto_class(plain_config(folder)), folder, dtype=dtype, **more)
 

@@ -4,9 +4,13 @@ Its content is loaded as code, or determines what is loaded. It therefore belong
 and no other user may write in it.
 """
 
+import contextlib
 import os
 import stat
+import tempfile
 from pathlib import Path
+
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def cache_home() -> Path:
@@ -45,6 +49,13 @@ def cache_folder(name: str = "") -> Path:
 
 
 def compile_in_cache() -> None:
-    """Let torch.compile store its code in the user's cache folder rather than in the machine's shared /tmp."""
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder("inductor"))
+    """Let torch.compile store its code in the user's cache folder rather than in the machine's shared /tmp.
+
+    torch sets the variable itself, and makes an empty folder there, as soon as a function is marked for its compiler.
+    """
+    set_by_torch = os.path.join(tempfile.gettempdir(), "torchinductor_")
+    given = os.environ.get(COMPILED, "")
+    if not given or given.startswith(set_by_torch):
+        os.environ[COMPILED] = str(cache_folder("inductor"))
+        with contextlib.suppress(OSError):  # other processes' code lies there
+            os.rmdir(given)
