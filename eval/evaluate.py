@@ -14,12 +14,14 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.machine.memory import peak_memory
 from eval.machine.size import bits_per_weight, parameter_count, size
+from eval.record.html import CELL_COLOURS
+from eval.record.metrics import Change, metric_table
 from eval.speed.speed import PLAIN, Speed, measure_speed, positions, standard_variants
 from eval.text.divergence import compare_on_text
 from eval.text.names import text_name
 from eval.text.through_cache import remark
 from eval.text.windows import LogitSource, mean_and_stderr, windows
-from eval.writing.generation import PROMPTS, Sample, generate_samples
+from eval.writing.generation import PROMPTS, Sample, generate_samples, written_beside
 from kernels.registry import recording
 from kernels.support.deploy import deployed
 from kernels.support.errors import first_line
@@ -53,22 +55,26 @@ class Scores:
 
     def _repr_html_(self) -> str:
         models = list(self.metrics)
-        names = list(dict.fromkeys(m for scores in self.metrics.values() for m in scores if not m.endswith("_stderr")))
+        table = metric_table(models, self.metrics, self.difference, self.speed)
         head = "".join(f"<th>{escape(name)}</th>" for name in ("", *models))
         rows = "".join(
-            f"<tr><th style='text-align:left'>{escape(name)}</th>"
-            f"{''.join(_cell(self.metrics[m], name) for m in models)}</tr>"
-            for name in names
+            f"<tr><th style='text-align:left'>{escape(' on '.join(filter(None, (row.label, row.detail))))} "
+            f"<small>{escape(row.unit)}</small></th>{''.join(map(_cell, row.cells, row.changes))}</tr>"
+            for row in table.rows
         )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        legend = "± is one standard error. Below each number is its change from the baseline; ≈ marks noise."
+        return (
+            f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+            f"<p><small>{legend}</small></p>{notes}{written_beside(self.samples)}"
+        )
 
 
-def _cell(scores: dict[str, float], name: str) -> str:
-    if name not in scores:
-        return "<td></td>"
-    value, stderr = scores[name], scores.get(f"{name}_stderr")
-    shown = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"<td>{shown}{'' if stderr is None else f' ± {stderr:.2g}'}</td>"
+def _cell(value: tuple[str, str], change: Change) -> str:
+    number, error = map(escape, value)
+    color = CELL_COLOURS.get(change.kind, "inherit")
+    below = f"<br><small style='color:{color}'>{escape(change.text)}</small>" if change.text else ""
+    return f"<td>{number}{f' <small>{error}</small>' if error else ''}{below}</td>"
 
 
 @torch.no_grad()

@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
+# Colours of changes that can be read on the light and on the dark ground of a notebook.
+CELL_COLOURS = {"good": "#2a8a52", "bad": "#cf4b47", "noise": "#7c828b"}
+
 
 def html_table(head: Sequence[object], lines: Iterable[Sequence[object]], text_columns: int = 1) -> str:
     """A table whose first columns are text, and the others numbers; every cell is escaped."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eval.record.metrics import fmt, growth, percent
 from eval.record.reading import row
 from reports.compare import excerpts
 from reports.compare.environment import differences, machines
@@ -16,7 +17,6 @@ from reports.compare.pareto import Plane, PlaneModels, plane_models, planes
 from reports.compare.two import Verdict, compare_two
 from reports.compare.variants import Quantity, Variant, mean_cost, shared, variants
 from reports.parts.files import LIMIT_BYTES, Report, environment, write_page
-from reports.parts.metrics import fmt, growth, percent
 from reports.parts.text import clean, link, listed, plural, public
 
 __all__ = ["Leaderboard", "RunOutcome", "Verdict", "compare_page", "compare_two", "leaderboard", "render_comparison"]

@@ -9,11 +9,11 @@ from itertools import groupby
 from typing import NamedTuple
 
 from eval.record.html import html_table
+from eval.record.metrics import described, fmt, percent
+from eval.record.metrics import number as significant
 from reports.compare.noise import Amount, ahead, better
 from reports.compare.outcome import RunOutcome
 from reports.compare.variants import Number, Quantity, Variant, drift, variants
-from reports.parts.metrics import described, fmt, percent
-from reports.parts.metrics import number as significant
 from reports.parts.table import markdown_table
 from reports.parts.text import clean, link, plural
 

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Z = 1.96
-SAME_SIZE = 0.005  # sizes with a smaller relative difference count as equal
+from eval.record.metrics import SAME_SIZE, SAME_SPEED, Z
+
 MAX_ALIKE = 6  # models that a page names
-SAME_SPEED = 0.03  # the same for speeds, if their spread is unknown
 RULE = (
     "A recipe is dominated only where another is at least as good in both and better beyond noise in one. Accuracies "
     "differ beyond noise where their difference exceeds 1.96 of its standard errors. Each accuracy is first paired "

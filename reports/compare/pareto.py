@@ -10,10 +10,10 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from eval.record.metrics import fmt, growth, percent
 from reports.compare.noise import Amount, Effect, Standing, standings
 from reports.compare.variants import Quantity, Variant, drift, shared
 from reports.parts.labels import Point, label_points
-from reports.parts.metrics import fmt, growth, percent
 from reports.parts.plots import ACCENT, INK, MUTED, PANEL, SECOND, drawn, svg
 from reports.parts.text import clean, listed, plural
 

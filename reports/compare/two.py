@@ -6,11 +6,10 @@ from html import escape
 from typing import NamedTuple
 
 from eval.record.html import html_table
+from eval.record.metrics import Z, fmt
 from eval.record.rows import RunRecord, typed
-from reports.compare.noise import Z
 from reports.compare.outcome import RunOutcome
 from reports.compare.variants import INTERVAL, Quantity, Variant, of_run
-from reports.parts.metrics import fmt
 from reports.parts.table import Record
 from reports.parts.text import clean, listed
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from eval.record.measured import Flip, GenerationRow, Paired, Sample, Settings, TaskRow
+from eval.record.metrics import described, fmt, with_error
 from eval.record.rows import RunRecord
 from reports.parts.intervals import Interval, Panel, forest, spread
-from reports.parts.metrics import described, fmt, with_error
 from reports.parts.plots import finite
 from reports.parts.text import clean, link, listed, plural
 
@@ -38,6 +38,14 @@ def mean_recovery(run: RunRecord, model: str = "compressed") -> tuple[float, int
     ]
     shares = [recovery for share, recovery in recoveries if share] or [recovery for _, recovery in recoveries]
     return (sum(shares) / len(shares), len(shares)) if shares else None
+
+
+def recovery_card(run: RunRecord) -> tuple[str, str] | None:
+    """The kept share of the baseline's score as a main number of the page, with its meaning; None for no tasks."""
+    mean = mean_recovery(run)
+    if not mean:
+        return None
+    return f"{mean[0] * 100:.1f} %", f"of the baseline’s score on {plural(mean[1], 'task')}{', mean' * (mean[1] > 1)}"
 
 
 class ModelScore(NamedTuple):
@@ -86,8 +94,6 @@ def _tasks(run: RunRecord) -> dict[str, Any]:
     groups = [one for one in every if one.of.task not in parts]
     flips = [_flips(run, name, of) for name, of in tasks.flips.items() if of]
     settings = _settings(tasks.settings)
-    mean = mean_recovery(run)
-    of_tasks = f"of the baseline’s score on {plural(mean[1], 'task')}{', mean' * (mean[1] > 1)}" if mean else ""
     return {
         "groups": groups,
         "parts": [one for one in every if one.of.task in parts],
@@ -101,7 +107,6 @@ def _tasks(run: RunRecord) -> dict[str, Any]:
         "files": {
             model: {task: link(path.lstrip("/")) for task, path in of.items()} for model, of in tasks.files.items()
         },
-        "card": (f"{mean[0] * 100:.1f} %", of_tasks) if mean else None,
     }
 
 

@@ -5,11 +5,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from eval.record.metrics import fmt
 from eval.record.reading import row
 from eval.record.rows import Fold
 from reports.parts import plots
 from reports.parts.figures import Figures
-from reports.parts.metrics import fmt
 from reports.parts.plots import ACCENT, SECOND, Line, finite
 
 MAX_CHANNELS = 4  # links shown channel by channel

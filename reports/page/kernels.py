@@ -1,13 +1,14 @@
 """The page of a kernel benchmark: the record of `kernels.harness.validate` in words, rows and figures."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eval.record.measured import Bench, Contest
-from eval.record.rows import RunRecord
+from eval.record.metrics import faster, fmt
+from eval.record.rows import RunRecord, typed
 from reports.parts import kernel_plots
-from reports.parts.metrics import faster, fmt
+from reports.parts.figures import Figures
 
 
 def context(run: RunRecord) -> dict[str, Any]:
@@ -25,12 +26,34 @@ def context(run: RunRecord) -> dict[str, Any]:
         "title": f"Kernels on {machine}",
         "machine": machine,
         "verdict": verdict(bench, timed),
-        "goals": (sum(goals), len(goals)),
+        "cards": _cards(bench, sum(goals), len(goals)),
         "rows": [_row(row) for row in bench.rows],
         "checks": dict(checks),
         "roofline": kernel_plots.roofline(timed, bench.ceilings) if draws and bench.ceilings else "",
         "speedups": kernel_plots.speedups(timed) if draws else "",
     }
+
+
+def _cards(bench: Bench, met: int, goals: int) -> list[tuple[str, str]]:
+    """The main numbers of a benchmark, each with its meaning."""
+    count = bench.summary.checks or 0
+    passed = f"{count - (bench.summary.red or 0)} of {count}"
+    what = "checks passed: close to float64, no output element left unwritten, and two calls equal bit for bit"
+    cards = [(passed, what)]
+    if bench.ceilings:
+        bandwidth = fmt(bench.ceilings.bandwidth, ".3g", 1e-9, " GB/s")
+        cards.append((bandwidth, "the memory ceiling: bytes read and written by a copy"))
+        for name, rate in bench.ceilings.rates.items():
+            unit = " TOP/s" if name.startswith("int") else " TFLOP/s"
+            cards.append((fmt(rate, ".3g", 1e-12, unit), f"the ceiling of matrix products in {name}"))
+    return [*cards, (f"{met} of {goals}", "goals met")] if goals else cards
+
+
+def figures(found: Mapping[str, Any]) -> Figures:
+    """The figures of a benchmark (`KernelBench.found`), for a notebook."""
+    shown = context(typed({"bench": found}))
+    titles = {"speedups": "Speed-up against tokens", "roofline": "Against the roofline"}
+    return Figures(" ".join(shown["verdict"]), {title: shown[key] for key, title in titles.items()})
 
 
 def verdict(bench: Bench, timed: Sequence[Contest]) -> list[str]:

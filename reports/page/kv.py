@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from eval.record.measured import Answers, Cache, CacheSpeed
+from eval.record.metrics import fmt
 from eval.record.rows import RunRecord, typed
 from reports.parts.caches import FULL, MAIN, CacheRow, cache_rows, speed_rows
 from reports.parts.figures import Figures
-from reports.parts.metrics import fmt
 from reports.parts.plots import ACCENT, INK, LINE, MUTED, SECOND, drawn, finite, grid, legend, svg, wrapped
 from reports.parts.table import Record
 

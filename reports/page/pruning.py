@@ -39,7 +39,7 @@ def context(run: RunRecord) -> dict[str, Any]:
         "distortion": _distortion(curved) if curved else "",
         "drops": sorted(drops, key=lambda drop: drop.importance or 0.0),
         "strengths": strength_tables(run.strengths),
-        "figures": _against_strength(run.strengths),
+        "figures": against_strength(run.strengths),
     }
 
 
@@ -141,7 +141,8 @@ def _distortion(layers: Sequence[LayerRow]) -> str:
     )
 
 
-def _against_strength(strengths: Strengths) -> str:
+def against_strength(strengths: Strengths) -> str:
+    """The figure of recipes that were scored at several strengths; "" for none with more than one number."""
     panels: Mapping[str, dict[str, list[tuple[float, float]]]] = defaultdict(dict)
     for table in strength_tables(strengths):
         for recipe, cells in table.rows:

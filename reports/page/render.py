@@ -1,98 +1,156 @@
-"""render: one run record -> one self-contained HTML page."""
+"""render: one run record -> one self-contained HTML page, and its outline for a notebook's cell."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eval.record.metrics import MetricTable, fmt, metric_table, number, percent
 from eval.record.rows import LayerRow, RunRecord, typed
 from reports.page import allocation, evaluation, folds, inputs, kernels, kv, pruning, resources
 from reports.page.verdict import verdict
 from reports.parts import plots, table
+from reports.parts.figures import NOTEBOOK, Figures
 from reports.parts.files import Report, environment, write_page
 from reports.parts.labels import Point, scatter
-from reports.parts.metrics import METRICS, SCALE, with_error, with_prefix
 from reports.parts.text import clean
 
 MAX_OTHERS = 2  # further models, besides baseline and compressed, with columns in the table of scores
 
 
+@dataclass(frozen=True)
+class Page:
+    """A page of a record: its template and the data for it.
+
+    cards: its main numbers, each with its meaning. figures: the figures that may stand for the page in a notebook's
+    cell, the best one first.
+    """
+
+    template: str
+    context: dict[str, Any]
+    cards: list[tuple[str, str]]
+    figures: list[str]
+
+    @classmethod
+    def of(cls, run: RunRecord) -> "Page":
+        if run.bench:
+            of_bench = kernels.context(run)
+            return cls("kernels.html", of_bench, of_bench["cards"], [of_bench["speedups"], of_bench["roofline"]])
+        measured = {"evaluated": evaluation.context(run), "resources": resources.context(run)}
+        if run.cache:
+            of_cache = kv.context(run)
+            return cls("cache.html", {**measured, **of_cache}, of_cache["cards"], [of_cache["pareto"]])
+        context = {**measured, **_context(run)}
+        pruned, compared = context["pruned"].get("figures", ""), context["compared"].get("by_size", "")
+        figures = [pruned, compared, context["errors"], context["speed"], context["size"]]
+        return cls("report.html", context, context["cards"], figures)
+
+    def html(self, run: RunRecord) -> str:
+        return environment().get_template(self.template).render(r=run, **self.context)
+
+    def cell(self) -> str:
+        """The verdict, the main numbers and one figure, in the colours of the notebook around them."""
+        figure = next(filter(None, self.figures), "")
+        parts = {"verdict": self.context["verdict"], "cards": self.cards, "figure": figure}
+        return environment().get_template("cell.html").render(style=NOTEBOOK, **parts)
+
+
 def render(record: table.Record, path: str | Path) -> Report:
     """Write the page of a run record (`eval.run_record`), whole or not at all."""
-    return write_page(page(record), path)
+    run = typed(record)
+    made = Page.of(run)
+    return write_page(made.html(run), path, made.cell())
 
 
 def page(record: table.Record) -> str:
     """The page as HTML."""
-    run, templates = typed(record), environment()
-    if run.bench:
-        return templates.get_template("kernels.html").render(r=run, **kernels.context(run))
-    measured = {"evaluated": evaluation.context(run), "resources": resources.context(run)}
-    if run.cache:
-        return templates.get_template("cache.html").render(r=run, **measured, **kv.context(run))
+    run = typed(record)
+    return Page.of(run).html(run)
+
+
+def _context(run: RunRecord) -> dict[str, Any]:
+    """The data for templates/report.html, beside what is measured of tasks and resources."""
     recipe = " → ".join(clean(step.method, 60) for step in run.recipe)
-    return templates.get_template("report.html").render(
-        r=run,
-        **measured,
-        title=f"{recipe} on {clean(run.model.name, 100)}",
-        verdict=verdict(run),
-        table=metric_table(run),
-        compared=compared(run),
-        inputs=inputs.context(run.inputs),
-        folds=folds.context(run.folds),
-        pruned=pruning.context(run),
-        allocated=allocation.context(run),
-        errors=plots.layer_errors(run.layers, recipe),
-        speed=plots.speed_bars(run.speed),
-        size=_size_figure(run),
-        kinds=_kinds(run.layers),
+    return {
+        "title": f"{recipe} on {clean(run.model.name, 100)}",
+        "verdict": verdict(run),
+        "cards": _cards(run),
+        "table": scores_table(run),
+        "compared": compared(run),
+        "inputs": inputs.context(run.inputs),
+        "folds": folds.context(run.folds),
+        "pruned": pruning.context(run),
+        "allocated": allocation.context(run),
+        "errors": plots.layer_errors(run.layers, recipe),
+        "speed": plots.speed_bars(run.speed),
+        "size": _size_figure(run),
+        "kinds": _kinds(run.layers),
+    }
+
+
+def scores_table(run: RunRecord) -> MetricTable:
+    """The scores of the first models of a run."""
+    return metric_table(run.models[: 2 + MAX_OTHERS], run.scores, run.difference, run.speed)
+
+
+def _cards(run: RunRecord) -> list[tuple[str, str]]:
+    """The main numbers of a run, each with its meaning."""
+    cards = []
+    if smaller := run.ratio("stored_bytes"):
+        before, after = (fmt(run.score(name, "stored_bytes"), ",.1f", 1e-6) for name in ("baseline", "compressed"))
+        cards.append((fmt(1 / smaller, unit="×"), f"smaller: {before} → {after} MB, against 16 bits"))
+    for corpus in run.corpora:
+        if ratio := run.ratio(f"perplexity_{corpus}"):
+            before, after = (number(run.score(name, f"perplexity_{corpus}")) for name in ("baseline", "compressed"))
+            cards.append((percent(ratio - 1), f"perplexity on {corpus}: {before} → {after}"))
+    for phase in ("decode", "prefill"):
+        if ratio := run.ratio(f"{phase}_tokens_per_s"):
+            cards.append((fmt(ratio, unit="×"), f"{phase} speed against the strongest 16-bit baseline"))
+    if recovered := evaluation.recovery_card(run):
+        cards.append(recovered)
+    return cards
+
+
+def layer_figures(result: Any) -> Figures:
+    """The error of every layer of a compression (`compress.apply`), for a notebook."""
+    run = typed({"layers": list(result.layers)})
+    drawn = plots.layer_errors(run.layers, ", ".join(clean(str(method), 60) for method in result.recipe))
+    if not drawn:
+        return Figures("No linear was stored in another form.", {})
+    said = "Each linear's error on the calibration tokens, ‖WX − Y‖² / ‖WX‖², by block; lower is better."
+    return Figures(said, {"Error of every layer": drawn})
+
+
+def cost_figures(scores: Any) -> Figures:
+    """What the models of a run take and lose (`eval.evaluate`), for a notebook: divergence against stored bytes for
+    several models, bytes, and speed."""
+    run = typed({"scores": scores.metrics, "speed": scores.speed})
+    sizes = {name: size for name in run.models if (size := run.score(name, "stored_bytes"))}
+    figures = {f"Divergence on {clean(corpus, 40)} against bytes": _divergence(run, corpus) for corpus in run.corpora}
+    figures = {title: figure for title, figure in figures.items() if figure}
+    if not figures and len(sizes) > 1:
+        figures["Size"] = plots.size_bars({name: (size, 0.0) for name, size in sizes.items()})
+    figures["Speed"] = plots.speed_bars(run.speed)
+    said = "Whiskers of speeds are the quartiles of the rounds." if run.speed else "Nothing was timed."
+    return Figures(said, figures)
+
+
+def _divergence(run: RunRecord, corpus: str) -> str:
+    """The divergence of every model from the baseline against its bytes."""
+    points = [
+        Point(run.recipe_of(name) or name, size / 1e6, kl or 0.0, name == "compressed")
+        for name in run.models
+        if (size := run.score(name, "stored_bytes"))
+        and ((kl := run.score(name, f"kl_{corpus}")) is not None or name == "baseline")
+    ]
+    return scatter(
+        points,
+        key="kl-bytes",
+        x_label="stored megabytes",
+        y_label="KL to the baseline, nats per token",
+        summary="Divergence from the baseline against stored megabytes, one point per model.",
+        unit="",
     )
-
-
-class Change(NamedTuple):
-    """The change from baseline to compressed, and whether it is good or bad."""
-
-    text: str = ""
-    kind: str = ""
-
-
-class MetricRow(NamedTuple):
-    """A metric. detail: its corpus or task; cells: a number and its standard error for every model."""
-
-    label: str
-    detail: str
-    unit: str
-    cells: list[tuple[str, str]]
-    change: Change
-
-
-class MetricTable(NamedTuple):
-    models: list[str]
-    rows: list[MetricRow]
-
-
-def metric_table(run: RunRecord) -> MetricTable:
-    """The scores: a row per metric, a column per model."""
-    models = run.models[: 2 + MAX_OTHERS]
-    rows = []
-    for prefix, label, unit, better in METRICS:
-        for metric in with_prefix((m for model in models for m in run.scores[model]), prefix):
-            scale = SCALE.get(unit, 1)
-            scores = [(run.score(model, metric), run.score(model, f"{metric}_stderr")) for model in models]
-            cells = [_cell(*both, scale) for both in scores]
-            detail = metric[len(prefix) :] if prefix.endswith("_") else ""
-            rows.append(MetricRow(label, detail, unit, cells, _change(run.ratio(metric), better)))
-    return MetricTable(models, rows)
-
-
-def _cell(value: float | None, stderr: float | None, scale: float) -> tuple[str, str]:
-    return with_error(value if value is None else value * scale, stderr if stderr is None else stderr * scale)
-
-
-def _change(ratio: float | None, better: int) -> Change:
-    if ratio is None or not plots.finite(ratio):
-        return Change()
-    text = f"{ratio:.2f}×" if ratio >= 2 or ratio <= 0.5 else f"{(ratio - 1) * 100:+.1f} %".replace("-", "−")
-    return Change(text, "" if abs(ratio - 1) < 0.005 else "good" if (ratio > 1) == (better > 0) else "bad")
 
 
 def compared(run: RunRecord) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.record.measured import Cost, CostRow, GridRow, Measure, SpeedGrid
+from eval.record.metrics import fmt, number
 from eval.record.rows import RunRecord
 from reports.parts.intervals import Panel, agreement, spread
-from reports.parts.metrics import fmt, number
 from reports.parts.text import listed
 
 MAX_ROWS = 300  # of a table; the record has all

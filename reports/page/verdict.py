@@ -2,8 +2,8 @@
 
 import math
 
+from eval.record.metrics import Z, change, fmt, percent
 from eval.record.rows import RunRecord
-from reports.parts.metrics import change, fmt, percent
 from reports.parts.plots import finite
 
 
@@ -44,7 +44,7 @@ def _perplexity(record: RunRecord, corpus: str) -> list[str]:
     said = [f"{text})."]
     paired = record.difference.get("compressed", {})
     delta, stderr = paired.get(f"nll_{corpus}"), paired.get(f"nll_{corpus}_stderr")
-    if stderr and delta is not None and abs(delta) < 2 * stderr and corpus in record.texts:
+    if stderr and delta is not None and abs(delta) <= Z * stderr and corpus in record.texts:
         tokens = fmt(record.texts[corpus].tokens, ",")
         said.append(f"At {tokens} tokens that difference is within the noise.")
     return said

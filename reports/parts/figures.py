@@ -4,10 +4,16 @@ from dataclasses import dataclass
 
 from markupsafe import escape
 
-_LIGHT = {
-    "ink": "#1c1f24", "muted": "#5b626d", "line": "#dcdad3", "accent": "#1f5fae", "second": "#a9631f",
-    "panel": "#ffffff",
+# The colours of the page around a cell's output: JupyterLab's and nbconvert's, or VS Code's; the others can be read on
+# light and on dark grounds. No rules in a style sheet, which Jupyter removes from notebooks that are not trusted.
+_COLOURS = {
+    "ink": "var(--jp-content-font-color1, var(--vscode-foreground, #1c1f24))",
+    "muted": "var(--jp-content-font-color2, var(--vscode-descriptionForeground, #5b626d))",
+    "line": "var(--jp-border-color2, var(--vscode-panel-border, #dcdad3))",
+    "panel": "var(--jp-layout-color0, var(--vscode-editor-background, #ffffff))",
+    "accent": "#3f83cf", "second": "#c0762b",
 }  # fmt: skip
+NOTEBOOK = "".join(f"--{name}:{colour};" for name, colour in _COLOURS.items()) + "color:var(--ink);max-width:60rem"
 
 
 @dataclass(frozen=True)
@@ -18,7 +24,6 @@ class Figures:
     svgs: dict[str, str]
 
     def _repr_html_(self) -> str:
-        colours = "".join(f"--{name}:{colour};" for name, colour in _LIGHT.items())
         shown = "".join(f"<h4>{escape(title)}</h4>{svg}" for title, svg in self.svgs.items() if svg)
-        style = f"{colours}background:#fff;color:#1c1f24;max-width:60rem;padding:.5rem"
-        return f"<div style='{style}'><p>{escape(self.said)}</p>{shown}</div>"
+        said = f"<p>{escape(self.said)}</p>" if self.said else ""
+        return f"<div style='{NOTEBOOK}'>{said}{shown}</div>"

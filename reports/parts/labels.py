@@ -7,7 +7,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from reports.parts.plots import ACCENT, MUTED, PANEL, SECOND, drawn, finite, svg, wrapped
+from reports.parts.plots import ACCENT, MUTED, PANEL, SECOND, drawn, finite, power, svg, wrapped
 
 
 class Point(NamedTuple):
@@ -20,8 +20,9 @@ class Point(NamedTuple):
 
 
 @drawn
-def scatter(points: list[Point], *, key: str, x_label: str, y_label: str, summary: str) -> str:
-    """Models in a plane, each with its label beside it; y in per cent, bent into a logarithm where it spans much."""
+def scatter(points: list[Point], *, key: str, x_label: str, y_label: str, summary: str, unit: str = "%") -> str:
+    """Models in a plane, each with its label beside it; y, in per cent or in no unit, is bent into a logarithm where it
+    spans much."""
     points = [point for point in points if finite(point.x, point.y)]
     if len(points) < 3:
         return ""
@@ -30,9 +31,10 @@ def scatter(points: list[Point], *, key: str, x_label: str, y_label: str, summar
     low, high = min(p.x for p in points), max(p.x for p in points)
     room = (high - low or high or 1) * 0.12
     ax.set_xlim(low - room, high + room)
-    if max(abs(p.y) for p in points) > 20:
-        ax.set_yscale("symlog", linthresh=1, linscale=0.6)
-    ax.yaxis.set_major_formatter(_percent)
+    straight = 1.0 if unit else min((abs(p.y) for p in points if p.y), default=1.0)  # the scale is linear below it
+    if max(abs(p.y) for p in points) > 20 * straight:
+        ax.set_yscale("symlog", linthresh=straight, linscale=0.6)
+    ax.yaxis.set_major_formatter(_percent if unit else power)
     ax.axhline(0, color=MUTED, lw=1)
     for point in points:
         ax.plot(point.x, point.y, "o", ms=7 if point.main else 5.5, color=ACCENT if point.main else SECOND, zorder=5)

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from eval.record.metrics import fmt
 from eval.record.rows import RunRecord, typed
 from eval.record.schema import read_record
 from reports.parts import table
-from reports.parts.metrics import fmt
 from reports.parts.text import clean
 
 README = "README.md"

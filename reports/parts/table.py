@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from eval.record.metrics import change, fmt, percent
 from eval.record.rows import RunRecord, typed
 from reports.parts.caches import cache_rows, speed_rows
-from reports.parts.metrics import change, fmt, percent
 from reports.parts.strengths import strength_tables
 
 START, END = "<!-- workbench ", "<!-- end -->"

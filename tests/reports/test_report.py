@@ -2,19 +2,22 @@
 
 import copy
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from markupsafe import escape
 
+from eval.record.metrics import number
 from eval.record.rows import typed
 from eval.record.schema import read_record
 from reports.page import allocation as budget
 from reports.page import pruning
 from reports.page.folds import context, figures
-from reports.page.render import compared, metric_table, page, render
+from reports.page.render import Page, compared, cost_figures, layer_figures, page, render, scores_table
 from reports.page.verdict import verdict
 from reports.parts import labels, plots
-from reports.parts.metrics import number
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "reports" / "published"
 LIMIT_BYTES = 1_000_000
@@ -395,6 +398,40 @@ def test_page_is_one_small_file_without_network(tmp_path):
     assert str(report.path) in report._repr_html_() and [p.name for p in tmp_path.iterdir()] == ["report.html"]
 
 
+def test_a_notebook_shows_the_outline_of_a_page_and_a_link_that_it_can_open(tmp_path, monkeypatch):
+    """Verdict, main numbers and one figure; the link starts in the notebook's folder, because file:// is blocked."""
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.chdir(tmp_path / "notebooks")
+    for made in (make_record(), make_smoothed_record(), make_kernel_record()):
+        report = render(made, tmp_path / "runs" / "a key" / "report.html")
+        shown = report._repr_html_()
+        assert "href='../runs/a%20key/report.html'" in shown and "file:" not in shown
+        assert shown.count("<svg") == 1 and "<script" not in shown
+        assert all(str(escape(text)) in shown for card in Page.of(typed(made)).cards for text in card)
+        assert str(escape(Page.of(typed(made)).context["verdict"][0])) in shown
+    assert "href='report.html'" in replace(report, beside=True)._repr_html_()
+    monkeypatch.setenv("JPY_SESSION_NAME", str(tmp_path / "runs" / "in-a-server.ipynb"))
+    assert "href='a%20key/report.html'" in report._repr_html_()
+
+
+def test_figures_where_they_are_measured():
+    made = make_smoothed_record()
+    result = SimpleNamespace(layers=made["layers"], recipe=["gptq(bits=4)"])
+    assert (
+        "Error of every layer" in layer_figures(result)._repr_html_()
+        and "gptq(bits=4)" in layer_figures(result)._repr_html_()
+    )
+    assert "No linear was stored" in layer_figures(SimpleNamespace(layers=[], recipe=[]))._repr_html_()
+    for model, kl in (("compressed", 0.1), ("unsmoothed", 0.4), ("nf4", 0.02)):
+        made["scores"][model]["kl_pydocs"] = kl
+        made["scores"][model].setdefault("stored_bytes", 2e8)
+    scores = SimpleNamespace(metrics=made["scores"], speed=made["speed"])
+    assert list(cost_figures(scores).svgs) == ["Divergence on pydocs against bytes", "Speed"]
+    assert cost_figures(scores)._repr_html_().count("<svg") == 2
+    two = SimpleNamespace(metrics={name: made["scores"][name] for name in ("baseline", "compressed")}, speed={})
+    assert list(cost_figures(two).svgs) == ["Size", "Speed"] and cost_figures(two)._repr_html_().count("<svg") == 1
+
+
 def test_page_says_what_the_record_says():
     html = page(make_record())
     for text in (
@@ -434,19 +471,32 @@ def test_verdict_is_honest_both_ways():
 
 
 def test_table_has_units_errors_and_changes():
-    rows = {row.label: row for row in metric_table(typed(make_record())).rows}
-    assert metric_table(typed(make_record())).models == ["baseline", "compressed", "rtn"]
+    rows = {row.label: row for row in scores_table(typed(make_record())).rows}
+    assert scores_table(typed(make_record())).models == ["baseline", "compressed", "rtn"]
     assert [value for value, _ in rows["Perplexity"].cells] == ["20.00", "21.50", "24.00"]
-    assert rows["Perplexity"].change == ("+7.5 %", "bad") and rows["Perplexity"].cells[0][1] == "± 0.5"
-    assert rows["Decode"].change.kind == "good" and rows["Stored"].cells[1][0] == "113"
-    assert rows["KL to the baseline"].cells[0][0] == "–"
+    assert rows["Perplexity"].changes[1] == ("+7.5 %", "bad") and rows["Perplexity"].cells[0][1] == "± 0.5"
+    assert rows["Decode"].changes[1].kind == "good" and rows["Stored"].cells[1][0] == "113"
+    assert rows["KL to the baseline"].cells[0][0] == "–" and rows["KL to the baseline"].changes[1].text == ""
+
+
+def test_a_change_within_the_noise_is_marked():
+    """A loss by its paired interval, a speed by the quartiles of its rounds, a size by half a per cent."""
+    made = make_record()
+    made["difference"]["compressed"] = {"nll_pydocs": 0.07, "nll_pydocs_stderr": 0.04}
+    for name, ends in (("baseline", [9.0, 13.0]), ("compressed", [12.0, 18.0])):
+        made["speed"][name]["decode_quartiles"] = ends
+    made["scores"]["compressed"]["stored_bytes"] = 0.997 * made["scores"]["baseline"]["stored_bytes"]
+    rows = {row.label: row.changes[1] for row in scores_table(typed(made)).rows}
+    assert rows["Perplexity"] == ("≈ +7.5 %", "noise") and rows["Stored"] == ("≈ −0.3 %", "noise")
+    assert rows["Decode"].kind == rows["Prefill"].kind == "noise", "quartiles overlap"
+    assert '<td class="noise">≈ +7.5 %</td>' in page(made)
 
 
 def test_models_of_a_run_stand_side_by_side():
     html = page(make_smoothed_record())
     found = compared(typed(make_smoothed_record()))
     assert [row.name for row in found["rows"]] == ["baseline", "compressed", "rtn", "unsmoothed", "nf4"]
-    assert metric_table(typed(make_smoothed_record())).models == ["baseline", "compressed", "rtn", "unsmoothed"]
+    assert scores_table(typed(make_smoothed_record())).models == ["baseline", "compressed", "rtn", "unsmoothed"]
     nf4 = re.search(r"<tr><th[^>]*>nf4</th>.*?</tr>", html)[0]
     assert re.findall(r">([^<>]+)</(?:td|span)>", nf4) == [
         "± 0.5",
@@ -579,7 +629,7 @@ def test_folds_show_themselves_in_a_notebook():
     shown = figures(make_smoothed_record()["folds"])._repr_html_()
     assert shown.count("<svg") == 4 and shown.count("<svg") == shown.count("<h4>")
     used = set(re.findall(r"var\(--(\w+)\)", shown))
-    assert used and all(f"--{name}:#" in shown for name in used), "a notebook has no page to take colours from"
+    assert used and all(f"--{name}:" in shown for name in used), "a notebook has no page to take colours from"
     assert "Nothing was moved" in figures([])._repr_html_()
 
 

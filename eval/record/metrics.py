@@ -1,7 +1,8 @@
-"""Names, units and directions of the metrics of a record, and how numbers are written."""
+"""Names, units and directions of the metrics of a record, how numbers are written, and the table of scores."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 METRICS = (
     # prefix of the metric, label, unit, better direction
@@ -30,6 +31,13 @@ METRICS = (
     ("cache_bytes", "KV cache", "MB", -1),
 )
 NOT_FINITE = "not finite"
+Z = 1.96
+SAME_SIZE = 0.005  # sizes with a smaller relative difference count as equal
+SAME_SPEED = 0.03  # the same for speeds, if their spread is unknown
+_SPREAD = {  # of a speed, by its metric: the attribute with its quartiles
+    "decode_tokens_per_s": "decode_quartiles", "step_tokens_per_s": "step_quartiles",
+    "prefill_tokens_per_s": "prefill_quartiles",
+}  # fmt: skip
 SCALE = {"%": 100, "ms": 1000, "MB": 1e-6}
 
 
@@ -100,3 +108,89 @@ def with_error(value: float | None, stderr: float | None, scale: float = 1) -> t
 def faster(ratio: float) -> str:
     """The class of a speed-up: good, bad, or none within 3 % of 1."""
     return "" if 0.97 <= ratio <= 1.03 else "good" if ratio > 1 else "bad"
+
+
+class Change(NamedTuple):
+    """The change from the baseline to another model. kind: good, bad, noise (too small to be told), or ""."""
+
+    text: str = ""
+    kind: str = ""
+
+
+class MetricRow(NamedTuple):
+    """A metric. detail: its corpus or task; cells: a number and its standard error for every model; changes: the change
+    from the baseline for every model."""
+
+    label: str
+    detail: str
+    unit: str
+    cells: list[tuple[str, str]]
+    changes: list[Change]
+
+
+class MetricTable(NamedTuple):
+    models: list[str]
+    rows: list[MetricRow]
+
+
+def metric_table(
+    models: Sequence[str],
+    scores: Mapping[str, Mapping[str, float]],
+    difference: Mapping[str, Mapping[str, float]],
+    speed: Mapping[str, Any],
+) -> MetricTable:
+    """The scores: a row per metric, a column per model.
+
+    Args:
+        scores, difference, speed: as in a record (`eval.record.rows.RunRecord`); values of `speed` have quartiles.
+    """
+    rows = []
+    for prefix, label, unit, better in METRICS:
+        for metric in with_prefix((m for model in models for m in scores[model]), prefix):
+            scale = SCALE.get(unit, 1)
+            both = [
+                [
+                    None if value is None else value * scale
+                    for value in map(scores[model].get, (metric, f"{metric}_stderr"))
+                ]
+                for model in models
+            ]
+            changes = [_change(metric, model, better, scores, difference, speed) for model in models]
+            detail = metric[len(prefix) :] if prefix.endswith("_") else ""
+            rows.append(MetricRow(label, detail, unit, [with_error(*one) for one in both], changes))
+    return MetricTable(list(models), rows)
+
+
+def _change(
+    metric: str,
+    model: str,
+    better: int,
+    scores: Mapping[str, Mapping[str, float]],
+    difference: Mapping[str, Mapping[str, float]],
+    speed: Mapping[str, Any],
+) -> Change:
+    before, after = scores.get("baseline", {}).get(metric), scores[model].get(metric)
+    if model == "baseline" or not before or not after or not math.isfinite(after / before):
+        return Change()
+    ratio = after / before
+    text = f"{ratio:.2f}×" if ratio >= 2 or ratio <= 0.5 else f"{(ratio - 1) * 100:+.1f} %".replace("-", "−")
+    if not _told(metric, model, ratio, difference, speed):
+        return Change(f"≈ {text}", "noise")
+    return Change(text, "good" if (ratio > 1) == (better > 0) else "bad")
+
+
+def _told(
+    metric: str, model: str, ratio: float, difference: Mapping[str, Mapping[str, float]], speed: Mapping[str, Any]
+) -> bool:
+    """Is this ratio to the baseline beyond noise? Losses are paired over the windows; quartiles of speeds must not
+    overlap."""
+    if metric.startswith("perplexity_"):
+        paired, loss = difference.get(model, {}), f"nll_{metric.removeprefix('perplexity_')}"
+        if (error := paired.get(f"{loss}_stderr")) is not None and loss in paired:
+            return abs(paired[loss]) > Z * error
+    if metric in _SPREAD:
+        ends = [getattr(speed.get(name), _SPREAD[metric], ()) for name in ("baseline", model)]
+        if all(len(one) == 2 and None not in one for one in ends):
+            (low, high), (other_low, other_high) = ends
+            return low > other_high or other_low > high
+    return abs(ratio - 1) > (SAME_SPEED if metric.endswith(("_per_s", "_token_s")) else SAME_SIZE)
