@@ -15,18 +15,24 @@ Recipe = str | Method | Iterable[str | Method]  # wherever a function takes a re
 TAKEN = {"baseline", "compressed", "unsmoothed", "bfloat16", "float32"}  # names that a run gives to its own models
 
 
-def parse_variants(text: str, parameter: str = "recipe") -> tuple[str, list[Variant]]:
-    """`compress.grammar.variants_of` for the methods in METHODS."""
-    return variants_of(text, METHODS, parameter)
+def parse_variants(
+    text: str, parameter: str = "recipe", also: Iterable[type[Method]] = ()
+) -> tuple[str, list[Variant]]:
+    """`compress.grammar.variants_of` for the methods in METHODS.
+
+    Args:
+        also: further methods that the text may name, such as one that a notebook defines.
+    """
+    return variants_of(text, METHODS | {method.name: method for method in also}, parameter)
 
 
-def parse_recipe(text: str, parameter: str = "recipe") -> list[Method]:
+def parse_recipe(text: str, parameter: str = "recipe", also: Iterable[type[Method]] = ()) -> list[Method]:
     """The methods that a text names, in order, as `parse_variants` reads it.
 
     Raises:
         ValueError: as in `parse_variants`; or values in braces: one recipe has one value for each knob.
     """
-    _, variants = parse_variants(text, parameter)
+    _, variants = parse_variants(text, parameter, also)
     if variants[0].values:
         raise ValueError(
             f"`{parameter}` (={text!r}) has several values in braces, which only comparisons and curves take"
@@ -62,7 +68,7 @@ def methods_of(recipe: Recipe, parameter: str = "recipe") -> list[Method]:
     )
 
 
-def parse_recipes(text: str) -> dict[str, list[Method]]:
+def parse_recipes(text: str, also: Iterable[type[Method]] = ()) -> dict[str, list[Method]]:
     """Several recipes, separated by semicolons, each with an optional name before a colon: "static:
     int8(activations='tensor'); gptq(bits={3, 4})". Values in braces give a recipe each.
 
@@ -73,7 +79,7 @@ def parse_recipes(text: str) -> dict[str, list[Method]]:
     for part in split_recipes(text):
         name, colon, rest = part.partition(":")
         named = bool(colon) and "(" not in name
-        for variant in parse_variants(rest if named else part)[1]:
+        for variant in parse_variants(rest if named else part, also=also)[1]:
             label = ", ".join((name.strip(), *variant.values)) if named else variant.text
             if label in recipes:
                 raise ValueError(

@@ -105,7 +105,7 @@ def haystacks(
     return Haystacks(made, f"… {near} …{tokenizer.decode(question.ask)} →{tokenizer.decode(question.answer)}")
 
 
-def cache_recipes(recipe: str, compare: str = "", curves: str = "") -> CacheRecipes:
+def cache_recipes(recipe: str, compare: str = "", curves: str = "", also: Sequence[type[Method]] = ()) -> CacheRecipes:
     """The recipes of these texts, checked.
 
     Args:
@@ -113,16 +113,17 @@ def cache_recipes(recipe: str, compare: str = "", curves: str = "") -> CacheReci
         compare: further recipes, separated by semicolons, which are timed, too.
         curves: policies at several budgets: "snapkv(budget={0.5, 0.25}); kvzip(budget={0.5, 0.25})"; baseline policies
             (`Policy.reference`) that are not among them are added, at the budgets of the first policy.
+        also: further methods that these texts may name, beside METHODS.
 
     Raises:
         ValueError: a method is not of the cache, or `parse_recipe` or `recipes_at` refuses a text.
     """
-    main, others = parse_recipe(recipe), parse_recipes(compare)
+    main, others = parse_recipe(recipe, also=also), parse_recipes(compare, also)
     if taken := {"baseline", FULL, MAIN} & set(others):
         raise ValueError(
             f"`compare` (={compare!r}): {taken.pop()!r} is what another cache of the run is called; name it differently"
         )
-    lines = recipes_at(curves)
+    lines = recipes_at(curves, also)
     policies = [[policy for _, methods in line if (policy := parts(methods)[0])] for line in lines.values()]
     if first := next(filter(None, policies), None):
         budgets = ", ".join(dict.fromkeys(repr(policy.budget) for policy in first))

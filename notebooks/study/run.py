@@ -1,17 +1,19 @@
 """The first and last steps of a notebook: check its parameters and name its run; write record, page and model."""
 
 import json
+import logging
 import os
 import shlex
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
+from IPython import get_ipython
 from transformers import PreTrainedTokenizerBase
 
 from compress import Result, save_compressed
@@ -80,7 +82,7 @@ class Run:
             warnings.warn(f"the page of this run could not be drawn, but its record was written: {why}", stacklevel=2)
             report = Report(write_whole(_page_without_content(self.info.key, why), self.folder / "report.html"))
         self._seal()
-        return report
+        return replace(report, beside=bool(os.environ.get(KEY)))  # a batch run moves both into the run's folder
 
     def check_saving(self, recipe: Recipe, *, always: bool = False) -> None:
         """Check, before any work, that the recipe's model can be saved with these parameters.
@@ -162,6 +164,7 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
     saved = Path(values["save_path"]).expanduser() if values.get("save_path") else None
     _check_places(values, saved)
     compile_in_cache()
+    _without_last_interrupt()
     call_this(key)
     bars = None
     if os.environ.get(KEY):  # a batch run: others may compute at the same time, and its log shows its progress
@@ -169,6 +172,20 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
         bars = Bars(folder)
         bars.start()
     return Run(info, folder, saved, values.get(SAVE_FORMAT, OWN_FORMAT), _bars=bars)
+
+
+def _without_last_interrupt() -> None:
+    """Keep the kernel from reporting the interrupt with which it is asked to end as an error of a finished notebook.
+
+    An interrupt of a cell is shown in that cell, and does not need the line either.
+    """
+    kernel = getattr(get_ipython(), "kernel", None)
+    if kernel is not None:
+        kernel.log.addFilter(_is_no_interrupt)
+
+
+def _is_no_interrupt(line: logging.LogRecord) -> bool:
+    return not str(line.msg).startswith("KeyboardInterrupt caught in kernel")
 
 
 def _check_places(values: dict[str, Any], saved: Path | None) -> None:

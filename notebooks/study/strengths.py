@@ -3,7 +3,7 @@ removed."""
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -24,12 +24,15 @@ from eval.evaluate import score_text
 from eval.machine.size import size
 from eval.record.files import write_whole
 from eval.record.reading import read_json
+from eval.record.rows import typed
 from kernels.support.deploy import cast
+from reports.page.pruning import against_strength
+from reports.parts.figures import Figures
 
 
 @dataclass(frozen=True)
 class Strengths:
-    """The results in the form of the record (`eval.run_record`); shown in Jupyter as a table of perplexities."""
+    """The results in the form of the record (`eval.run_record`); shown in Jupyter as a figure and as a table."""
 
     found: dict[str, Any]
 
@@ -42,26 +45,29 @@ class Strengths:
             + "</tr>"
             for line in self.found["lines"]
         )
-        return f"<p>Perplexity at each strength</p><table><tbody>{rows}</tbody></table>"
+        table = f"<table><tbody>{rows}</tbody></table>"
+        drawn = against_strength(typed({"strengths": self.found}).strengths)
+        return Figures("", {"Perplexity against strength": drawn})._repr_html_() + table
 
 
 def _perplexity(scores: dict[str, float]) -> float:
     return next(value for metric, value in scores.items() if metric.startswith("perplexity_"))
 
 
-def recipes_at(curves: str) -> dict[str, list[tuple[str, list[Method]]]]:
+def recipes_at(curves: str, also: Iterable[type[Method]] = ()) -> dict[str, list[tuple[str, list[Method]]]]:
     """The recipes of each curve: {text with {} in the place of its strengths: [(strength, methods), ...]}.
 
     Args:
         curves: recipes separated by semicolons, each with the strengths of one knob in braces: "wanda(ratio={0.3,
             0.5}); layer_drop(count={1, 2})".
+        also: further methods that the text may name, beside METHODS.
 
     Raises:
         ValueError: a curve has no strengths in braces, is given twice, or its recipe is not valid at a strength.
     """
     lines: dict[str, list[tuple[str, list[Method]]]] = {}
     for text in split_recipes(curves):
-        line, variants = parse_variants(text, "curves")
+        line, variants = parse_variants(text, "curves", also)
         if len(variants[0].values) != 1:
             raise ValueError(
                 f"`curves` (={curves!r}): {text!r} must have its strengths in braces, once, as in "
