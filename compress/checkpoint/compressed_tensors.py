@@ -194,11 +194,15 @@ def _without_bars() -> Iterator[None]:
     bars = {module: bar for module in libraries if isinstance(bar := vars(module).get("tqdm"), type)}
     try:
         for module, bar in bars.items():
-            module.tqdm = partial(bar, disable=True)
+            module.tqdm = partial(_disabled, bar)
         yield
     finally:
         for module, bar in bars.items():
             module.tqdm = bar
+
+
+def _disabled(bar: type, *arguments: Any, **settings: Any) -> Any:
+    return bar(*arguments, **{**settings, "disable": True})  # the library gives this argument itself
 
 
 def load_with_transformers(folder: Path, dtype: torch.dtype, schemes: Mapping[str, Scheme]) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import stat
 import time
@@ -42,6 +43,24 @@ def test_the_cache_folder_is_the_users_own(tmp_path, monkeypatch):
     monkeypatch.setattr(user_cache.os, "getuid", lambda: 12345)
     with pytest.raises(ValueError, match="belongs to user id .*, not to you"):
         user_cache.cache_folder("native")
+
+
+def test_compiled_code_goes_to_the_users_folder_although_torch_names_another(tmp_path, monkeypatch):
+    """Importing torch's compiler names a folder in the shared temporary one, and makes it; a user's own choice stays."""
+    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(user_cache.tempfile, "gettempdir", lambda: str(tmp_path))
+    own, by_torch = str(tmp_path / "cache" / "inductor"), tmp_path / "torchinductor_someone"
+    for content in ((), ("code",)):
+        by_torch.mkdir(exist_ok=True)
+        for name in content:
+            (by_torch / name).touch()
+        monkeypatch.setenv(user_cache.COMPILED, str(by_torch))
+        user_cache.compile_in_cache()
+        assert os.environ[user_cache.COMPILED] == own and by_torch.exists() == bool(content), "others' code stays"
+    for given, taken in (("", own), (str(tmp_path / "mine"), str(tmp_path / "mine"))):
+        monkeypatch.setenv(user_cache.COMPILED, given)
+        user_cache.compile_in_cache()
+        assert os.environ[user_cache.COMPILED] == taken
 
 
 def test_embedded_model_speaks_english(real):

@@ -2,6 +2,7 @@
 weights."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -130,6 +131,12 @@ def same_codes(model, again) -> None:
         assert expected.keys() == found.keys()
         for key in expected:
             assert torch.equal(expected[key].float(), found[key].float()), f"{name}.{key}"
+
+
+def test_saving_shows_no_bars_of_the_library_that_reads(tiny, tmp_path, capfd):
+    """compressed-tensors writes its bars to the error stream, which notebooks show in red."""
+    save_compressed(apply("rtn(group_size=16)", tiny("llama")), tmp_path / "out", save_format="compressed-tensors")
+    assert not re.search("Applying|Compressing|Dispatching|Decompressing", capfd.readouterr().err)
 
 
 @pytest.mark.parametrize("save_format", ["compressed-tensors", "gptq"])

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from eval import run_record
 from eval.evaluate import Scores, check_evaluation, evaluate, score_text
 from eval.machine.memory import peak_above_start, peak_memory
 from eval.machine.size import bits_per_weight, size
+from eval.record.html import CELL_COLOURS
 from eval.record.rows import typed
 from eval.record.schema import problems_of, read_record, write_record
 from eval.run_record import RunInfo, record
@@ -23,7 +25,7 @@ from eval.text.divergence import compare_on_text, divergence
 from eval.text.names import short_path, text_name, with_short_names
 from eval.text.perplexity import Perplexity, perplexity
 from eval.text.windows import mean_and_stderr, windows
-from eval.writing.generation import first_difference, generate_samples
+from eval.writing.generation import Sample, first_difference, generate_samples
 from kernels.support.deploy import deployed
 
 
@@ -305,3 +307,40 @@ def test_a_text_that_is_a_file_has_a_short_name(tmp_path):
     info = RunInfo("k", "n", {"eval_corpus": str(files[0])}, datetime.now(UTC), f"papermill -p eval_corpus {files[0]}")
     assert with_short_names(info.parameters) == {"eval_corpus": one}
     assert run_record._shortened(info) == "papermill -p eval_corpus …/a/text.txt"
+
+
+def test_scores_show_changes_units_and_noise_and_texts_side_by_side():
+    """A notebook shows labels instead of keys; speeds within the quartiles, and losses within their error, are noise."""
+    speed = {
+        "baseline": SimpleNamespace(
+            decode_quartiles=(95.0, 105.0), prefill_quartiles=(900.0, 1100.0), step_quartiles=()
+        ),
+        "compressed": SimpleNamespace(
+            decode_quartiles=(180.0, 220.0), prefill_quartiles=(950.0, 1150.0), step_quartiles=()
+        ),
+    }
+    metrics = {
+        "baseline": {"perplexity_a<b": 20.0, "perplexity_a<b_stderr": 0.5, "decode_tokens_per_s": 100.0,
+                     "prefill_tokens_per_s": 1000.0, "stored_bytes": 269e6},
+        "compressed": {"perplexity_a<b": 20.2, "perplexity_a<b_stderr": 0.5, "kl_a<b": 0.02, "decode_tokens_per_s": 200.0,
+                       "prefill_tokens_per_s": 1050.0, "stored_bytes": 113e6},
+    }  # fmt: skip
+    difference = {"compressed": {"nll_a<b": 0.01, "nll_a<b_stderr": 0.02}}
+    samples = [Sample("Why <b>?", {"baseline": "It is so.", "compressed": "It is not."}, {"compressed": 2})]
+    shown = Scores(metrics, difference, speed=speed, samples=samples, notes=["a note"])._repr_html_()
+    for text in (
+        "Perplexity on a&lt;b",
+        "<small>MB</small>",
+        "113<",
+        "≈ +1.0 %",
+        "≈ +5.0 %",
+        "2.00×",
+        "0.42×",
+        "a note",
+    ):
+        assert text in shown, text
+    assert "perplexity_" not in shown and "_tokens_per_s" not in shown, "no raw keys"
+    good, noise = (CELL_COLOURS[kind] for kind in ("good", "noise"))
+    assert f"{good}'>2.00×" in shown and f"{noise}'>≈ +1.0 %" in shown
+    assert "Why &lt;b&gt;?" in shown and "It is <span style='text-decoration:underline dotted'>not.</span>" in shown
+    assert "It is so.</td>" in shown, "the baseline's text has no mark"

@@ -1,9 +1,11 @@
 """Every notebook runs through papermill on the embedded real model, and says clearly what is wrong before it works."""
 
 import ast
+import logging
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -209,6 +211,18 @@ def test_kv_eviction_runs_on_the_real_model(tmp_path, papermill):
 def test_kv_eviction_refuses_before_the_model_is_loaded(given, message, run_cells):
     with pytest.raises(ValueError, match=message):
         run_cells("kv_eviction", given, until="load_model(model_name")
+
+
+def test_the_interrupt_that_ends_a_kernel_is_no_error(tmp_path, monkeypatch, caplog):
+    """jupyter_client interrupts a kernel before it asks it to end; ipykernel reports that as an error."""
+    log = logging.getLogger("a kernel")
+    monkeypatch.setattr("notebooks.study.run.get_ipython", lambda: SimpleNamespace(kernel=SimpleNamespace(log=log)))
+    given = {name: parameter.default for name, parameter in read_parameters("gptq").items()}
+    for _ in range(2):
+        start("gptq", given | {"run_path": str(tmp_path / "run")})
+    log.error("KeyboardInterrupt caught in kernel.")
+    log.error("something else")
+    assert [line.message for line in caplog.records if line.name == "a kernel"] == ["something else"]
 
 
 ONCE = pytest.param("gptq", True, marks=pytest.mark.slow)  # compiling takes a minute for each model that is timed
