@@ -10,7 +10,7 @@ from eval.record.rows import LayerRow, RunRecord, typed
 from reports.page import allocation, evaluation, folds, inputs, kernels, kv, pruning, resources
 from reports.page.verdict import verdict
 from reports.parts import plots, table
-from reports.parts.figures import NOTEBOOK, Figures
+from reports.parts.figures import NOTEBOOK, Figures, framed
 from reports.parts.files import Report, environment, write_page
 from reports.parts.labels import Point, scatter
 from reports.parts.text import clean
@@ -42,7 +42,7 @@ class Page:
             return cls("cache.html", {**measured, **of_cache}, of_cache["cards"], [of_cache["pareto"]])
         context = {**measured, **_context(run)}
         pruned, compared = context["pruned"].get("figures", ""), context["compared"].get("by_size", "")
-        figures = [pruned, compared, context["errors"], context["speed"], context["size"]]
+        figures = [pruned, compared, context["speed"], context["errors"], context["size"]]
         return cls("report.html", context, context["cards"], figures)
 
     def html(self, run: RunRecord) -> str:
@@ -51,7 +51,7 @@ class Page:
     def cell(self) -> str:
         """The verdict, the main numbers and one figure, in the colours of the notebook around them."""
         figure = next(filter(None, self.figures), "")
-        parts = {"verdict": self.context["verdict"], "cards": self.cards, "figure": figure}
+        parts = {"verdict": self.context["verdict"], "cards": self.cards, "figure": framed(figure) if figure else ""}
         return environment().get_template("cell.html").render(style=NOTEBOOK, **parts)
 
 
@@ -131,7 +131,11 @@ def cost_figures(scores: Any) -> Figures:
     if not figures and len(sizes) > 1:
         figures["Size"] = plots.size_bars({name: (size, 0.0) for name, size in sizes.items()})
     figures["Speed"] = plots.speed_bars(run.speed)
-    said = "Whiskers of speeds are the quartiles of the rounds." if run.speed else "Nothing was timed."
+    said = "Nothing was timed."
+    if run.speed:
+        said = "Whiskers are the quartiles of the rounds in which the models took turns."
+        if any(one.memory_limit_tokens_per_s for one in run.speed.values()):
+            said += " A dashed line is the speed at which only reading the weights and the cache once would take time."
     return Figures(said, figures)
 
 

@@ -1,5 +1,6 @@
 """Figures of a report shown in a notebook."""
 
+import re
 from dataclasses import dataclass
 
 from markupsafe import escape
@@ -24,6 +25,13 @@ class Figures:
     svgs: dict[str, str]
 
     def _repr_html_(self) -> str:
-        shown = "".join(f"<h4>{escape(title)}</h4>{svg}" for title, svg in self.svgs.items() if svg)
+        shown = "".join(framed(svg, f"<h4>{escape(title)}</h4>") for title, svg in self.svgs.items() if svg)
         said = f"<p>{escape(self.said)}</p>" if self.said else ""
-        return f"<div style='{NOTEBOOK}'>{said}{shown}</div>"
+        return f"<div style='{NOTEBOOK}'>{said}<div style='display:flex;flex-wrap:wrap;gap:0 1.5em'>{shown}</div></div>"
+
+
+def framed(svg: str, heading: str = "") -> str:
+    """A figure as large as it was drawn, or smaller where the notebook is narrow, below its heading (HTML)."""
+    box = re.search(r'viewBox="[-\d.]+ [-\d.]+ ([\d.]+)', svg)  # in points
+    width = f"{float(box[1]) / 0.75:.0f}px" if box else "60rem"
+    return f"<div style='width:{width};max-width:100%'>{heading}{svg}</div>"
