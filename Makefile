@@ -17,9 +17,10 @@ demo: $(READY) compiler                  ## a recipe of each family on the embed
 sweep: $(READY) compiler                 ## make sweep SWEEP=bits-and-groups, or a .yml file; run it again to continue
 	$(BIN)/workbench run $(SWEEP)
 
-lint: $(READY)                           ## ruff: errors and layout of the Python code, within seconds
+lint: $(READY)                           ## errors and layout of the Python code (ruff), types of public modules (ty), within seconds
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ty check
 
 test: $(READY) compiler browser          ## all tests but the slow ones
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal

