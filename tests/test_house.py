@@ -23,6 +23,7 @@ from compress.guide import PAGES, updated
 from compress.method import settle
 from compress.recipe import parse_recipe
 from notebooks.batch.cli import main
+from tests.rooms import tests_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
@@ -206,6 +207,16 @@ def test_modules_whose_types_are_checked_are_there():
     checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ty"]["src"]["include"]
     assert checked and not [name for name in checked if not (ROOT / name).exists()]
     assert {"ruff", "ty"} <= set(pins()), "`make lint` gives the same everywhere"
+
+
+def test_every_test_of_a_room_is_found_by_its_name_or_its_imports():
+    assert tests_of("compress/kv/") == sorted(
+        str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "compress").glob("test_kv*.py")
+    )
+    assert "tests/compress/test_gptq.py" in tests_of("compress/weights"), "no test is named after this folder"
+    with pytest.raises(ValueError, match=r"`ROOM` \(=compress/heads\) must be one of .*compress/kv, .*kernels/gram"):
+        tests_of("compress/heads")
+    assert "ROOM=compress/kv" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_ledger_points_at_what_is_there():
