@@ -77,6 +77,12 @@ def run(commands: str, folder: Path) -> None:
     assert ended.returncode == 0, f"{ended.stdout[-6000:]}\n{ended.stderr[-3000:]}"
 
 
+def test_files_that_the_text_names_are_there():
+    new = {block["path"] for block in BLOCK.finditer(TEXT) if block["where"] is None}
+    named = set(re.findall(r"`((?:compress|eval|kernels|reports|tests|seeds|notebooks)/[\w./-]+)`", TEXT))
+    assert named and not [name for name in named - new if not (ROOT / name).exists()]
+
+
 @pytest.mark.parametrize("title", [pytest.param(t, marks=[pytest.mark.slow] * (t not in FAST)) for t in RECIPES])
 def test_recipe(title, tmp_path):
     folder = copy_of_the_tree(tmp_path / "copy")
@@ -97,7 +103,7 @@ def test_the_method_of_the_notebook_can_be_moved_to_its_file(tmp_path):
     own, methods, rows = (
         folder / name for name in (f"{module}.py", "compress/__init__.py", "tests/compress/test_methods.py")
     )
-    own.write_text("\n\n\n".join(['"""Weighted rounding to nearest."""', *code]) + "\n", encoding="utf-8")
+    own.write_text('"""Weighted rounding to nearest."""\n\n' + "\n\n\n".join(code) + "\n", encoding="utf-8")
     imported = f"from {module.replace('/', '.')} import {entry[2]}\n"
     text = methods.read_text(encoding="utf-8").replace("from kernels.step", f"{imported}from kernels.step", 1)
     methods.write_text(text.replace("[Method]] = {\n", f"[Method]] = {{\n    {entry[1]},\n"), encoding="utf-8")
