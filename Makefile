@@ -9,7 +9,7 @@ APT    := $(shell test "$$(id -u)" = 0 && echo apt-get || echo sudo apt-get)
 SWEEP ?= quickstart
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))  # tests at once
 
-.PHONY: demo sweep lint test test-all aarch64 sanitize lab bench gpu rivals interop interop-experts constraints clean compiler browser
+.PHONY: demo sweep lint quick test test-all aarch64 sanitize lab bench gpu rivals interop interop-experts constraints clean compiler browser
 
 demo: $(READY) compiler                  ## a recipe of each family on the embedded model, and a page that compares them
 	$(BIN)/workbench run quickstart
@@ -17,9 +17,13 @@ demo: $(READY) compiler                  ## a recipe of each family on the embed
 sweep: $(READY) compiler                 ## make sweep SWEEP=bits-and-groups, or a .yml file; run it again to continue
 	$(BIN)/workbench run $(SWEEP)
 
-lint: $(READY)                           ## ruff: errors and layout of the Python code, within seconds
+lint: $(READY)                           ## errors and layout of the Python code (ruff), types of public modules (ty), within seconds
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ty check
+
+quick: $(READY)                          ## make quick ROOM=compress/kv: the fast tests of one folder; tests/rooms.py says which
+	@tests="$$($(BIN)/python tests/rooms.py $(ROOM))" && $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not long" $$tests
 
 test: $(READY) compiler browser          ## all tests but the slow ones
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal

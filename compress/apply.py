@@ -12,6 +12,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from compress.dropped import undone_if_refused
 from compress.inputs.model import check_device
@@ -45,7 +46,7 @@ from kernels.support.busy import warn_if_busy
 
 def apply(
     recipe: Recipe,
-    model: nn.Module,
+    model: PreTrainedModel,
     batches: Sequence[Tensor] = (),
     *,
     device: str | None = None,
@@ -118,7 +119,7 @@ def _together(
 
 def _apply(
     recipe: Sequence[Method],
-    model: nn.Module,
+    model: PreTrainedModel,
     batches: Sequence[Tensor],
     where: torch.device,
     work_path: str | Path | None,
@@ -145,7 +146,9 @@ def _apply(
     usage = plan(recipe, model, batches, max_memory)
     if any(isinstance(method, LayerwiseMethod | FoldingMethod) for method in recipe):
         _split_experts(model, batches)
-    _check_same({"recipe": str(recipe), "model": identity["weights_sha256"], "batches": tokens and tokens["sha256"]})
+    _check_same(
+        {"recipe": str(recipe), "model": identity["weights_sha256"], "batches": tokens["sha256"] if tokens else None}
+    )
     folder = _work_folder(model, work_path) if usage.activations == "disk" else None
     with nullcontext() if copied else naming_state(model):
         with measured(usage, model), activations_on_disk(folder), recording() as kernels:
@@ -213,7 +216,7 @@ def _run(
         for i, method in enumerate(recipe):
             if i == drops:
                 undo.close()  # the dropped parts are no longer needed
-            if shared and saved is None and len(batches) and method.collects():
+            if shared and saved is None and tokens and method.collects():
                 weights = weights_sha256(model) if made.drops else identity["weights_sha256"]
                 with naming("calibrate='once'"):
                     saved = shared.statistics(model, batches, [weights, tokens["sha256"], code_sha256()], device=where)
@@ -236,7 +239,7 @@ def _run(
 
 def apply_each(
     recipes: Mapping[str, Recipe],
-    model: nn.Module,
+    model: PreTrainedModel,
     batches: Sequence[Tensor] = (),
     *,
     device: str | None = None,
@@ -388,12 +391,12 @@ def _after(before: LayerRecord | None, now: LayerRecord) -> LayerRecord:
     )
 
 
-def _check_batches(batches: Sequence[Tensor], model: nn.Module, needed: list[str]) -> None:
+def _check_batches(batches: Sequence[Tensor], model: PreTrainedModel, needed: list[str]) -> None:
     if needed and not len(batches):
         raise ValueError(
             f"`batches` is empty, and {', '.join(needed)} needs calibration; `calibration(tokenizer)` makes some"
         )
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary: Any = model.get_input_embeddings().num_embeddings
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     for i, batch in enumerate(batches):
         if not isinstance(batch, Tensor) or batch.dtype != torch.long or batch.dim() != 2 or batch.shape[0] != 1:

@@ -6,7 +6,7 @@ import keyword as python
 import math
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from compress.method import Method, allowed, check_knob_names
 
@@ -113,16 +113,17 @@ def _method(node: ast.expr, methods: Mapping[str, type[Method]], text: str, para
         raise ValueError(
             f"`{parameter}` (={text!r}): knobs of {name.id} are given by name: {', '.join(method.knobs())}"
         )
-    values = {}
+    values: dict[str, Any] = {}
     for keyword in called.keywords if called else []:
-        check_knob_names(method, [str(keyword.arg)])
+        knob = str(keyword.arg)
+        check_knob_names(method, [knob])
         if isinstance(keyword.value, ast.Dict):
             raise ValueError(
                 f"`{keyword.arg}` of {name.id} in `{parameter}` (={text!r}): braces hold values, as in {{1, 2}}"
             )
         try:
             bare = isinstance(keyword.value, ast.Name)  # a word, so that command lines need no quotes
-            values[keyword.arg] = keyword.value.id if bare else ast.literal_eval(keyword.value)
+            values[knob] = keyword.value.id if bare else ast.literal_eval(keyword.value)
         except ValueError:
             shown = ast.unparse(keyword.value)
             raise ValueError(

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from transformers.pytorch_utils import Conv1D
 from compress.formats import FORMATS, Format
 from compress.transforms import Transform, below, make_transform, parted
 from kernels.linear import linear
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class CompressedLinear(nn.Module):
@@ -231,7 +233,7 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
     return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
 
 
-def sharing_copy(model: nn.Module) -> nn.Module:
+def sharing_copy(model: M) -> M:
     """A copy of a model that shares its weights' memory until one of the two replaces, casts or moves them.
 
     Compressing such a copy needs memory only for changed weights, and does not change the model.

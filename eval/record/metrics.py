@@ -148,17 +148,16 @@ def metric_table(
     for prefix, label, unit, better in METRICS:
         for metric in with_prefix((m for model in models for m in scores[model]), prefix):
             scale = SCALE.get(unit, 1)
-            both = [
-                [
-                    None if value is None else value * scale
-                    for value in map(scores[model].get, (metric, f"{metric}_stderr"))
-                ]
-                for model in models
-            ]
+            found = [(scores[model].get(metric), scores[model].get(f"{metric}_stderr")) for model in models]
+            shown = [with_error(_times(value, scale), _times(error, scale)) for value, error in found]
             changes = [_change(metric, model, better, scores, difference, speed) for model in models]
             detail = metric[len(prefix) :] if prefix.endswith("_") else ""
-            rows.append(MetricRow(label, detail, unit, [with_error(*one) for one in both], changes))
+            rows.append(MetricRow(label, detail, unit, shown, changes))
     return MetricTable(list(models), rows)
+
+
+def _times(value: float | None, scale: float) -> float | None:
+    return None if value is None else value * scale
 
 
 def _change(
@@ -179,6 +178,12 @@ def _change(
     return Change(text, "good" if (ratio > 1) == (better > 0) else "bad")
 
 
+def _ends(speed: Any, metric: str) -> Sequence[float]:
+    """The quartiles of a speed; empty if they are not known."""
+    ends = getattr(speed, _SPREAD[metric], ())
+    return ends if len(ends) == 2 and None not in ends else ()
+
+
 def _told(
     metric: str, model: str, ratio: float, difference: Mapping[str, Mapping[str, float]], speed: Mapping[str, Any]
 ) -> bool:
@@ -189,8 +194,7 @@ def _told(
         if (error := paired.get(f"{loss}_stderr")) is not None and loss in paired:
             return abs(paired[loss]) > Z * error
     if metric in _SPREAD:
-        ends = [getattr(speed.get(name), _SPREAD[metric], ()) for name in ("baseline", model)]
-        if all(len(one) == 2 and None not in one for one in ends):
-            (low, high), (other_low, other_high) = ends
-            return low > other_high or other_low > high
+        own, other = (_ends(speed.get(name), metric) for name in (model, "baseline"))
+        if own and other:
+            return own[0] > other[1] or other[0] > own[1]
     return abs(ratio - 1) > (SAME_SPEED if metric.endswith(("_per_s", "_token_s")) else SAME_SIZE)

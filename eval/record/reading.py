@@ -91,7 +91,7 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
     return (lambda value: value) if kind is object else (lambda value: _number(kind, value))
 
 
-def _row_reader(kind: type) -> Callable[[Any], Any]:
+def _row_reader(kind: Any) -> Callable[[Any], Any]:
     hints = get_type_hints(kind)
     readers = [(field.name, _reader(hints[field.name])) for field in fields(kind)]
 
