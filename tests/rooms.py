@@ -26,7 +26,7 @@ def rooms() -> dict[str, list[str]]:
     return found
 
 
-def tests_of(room: str) -> list[str]:
+def files_of(room: str) -> list[str]:
     """The test files of a room.
 
     Raises:
@@ -40,6 +40,6 @@ def tests_of(room: str) -> list[str]:
 
 if __name__ == "__main__":
     try:
-        print(*tests_of(sys.argv[1] if len(sys.argv) > 1 else ""))
+        print(*files_of(sys.argv[1] if len(sys.argv) > 1 else ""))
     except ValueError as error:
         sys.exit(str(error))

@@ -23,7 +23,7 @@ from compress.guide import PAGES, updated
 from compress.method import settle
 from compress.recipe import parse_recipe
 from notebooks.batch.cli import main
-from tests.rooms import tests_of
+from tests.rooms import files_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
@@ -210,12 +210,12 @@ def test_modules_whose_types_are_checked_are_there():
 
 
 def test_every_test_of_a_room_is_found_by_its_name_or_its_imports():
-    assert tests_of("compress/kv/") == sorted(
+    assert files_of("compress/kv/") == sorted(
         str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "compress").glob("test_kv*.py")
     )
-    assert "tests/compress/test_gptq.py" in tests_of("compress/weights"), "no test is named after this folder"
+    assert "tests/compress/test_gptq.py" in files_of("compress/weights"), "no test is named after this folder"
     with pytest.raises(ValueError, match=r"`ROOM` \(=compress/heads\) must be one of .*compress/kv, .*kernels/gram"):
-        tests_of("compress/heads")
+        files_of("compress/heads")
     assert "ROOM=compress/kv" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
