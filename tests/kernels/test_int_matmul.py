@@ -201,8 +201,9 @@ def test_inputs_as_integers_are_as_good_as_floats(bits, group_size, tokens):
     x[:, 7] *= 1000
     x = x.bfloat16()
     expected = x.double() @ exact.T
-    errors = {isa: rms(panels.matmul(x, w, isa), expected) for isa in ("avx512vnni", "avx512bf16")}
-    assert errors["avx512vnni"] < 1.1 * errors["avx512bf16"]
+    floats = native.isa(torch.bfloat16)  # a processor with VNNI may lack products of bfloat16
+    errors = {isa: rms(panels.matmul(x, w, isa), expected) for isa in ("avx512vnni", floats)}
+    assert errors["avx512vnni"] < 1.1 * errors[floats]
     x[:, 7] = 0
     calm = panels.matmul(x, w, "avx512vnni")
     x[0, 7], x[1, 100], x[2, 100] = 3e38, torch.inf, torch.nan
@@ -220,7 +221,7 @@ def test_what_integers_cannot_do_is_left_to_floats():
     arguments = (torch.randn(native.FEW, 64).bfloat16(), laid.codes, laid.scale, laid.table, None, 32)
     with pytest.raises(RuntimeError, match="does not take this table"):
         torch.ops.workbench.panels_matmul(*arguments, "avx512vnni")
-    by_floats = torch.ops.workbench.panels_matmul(*arguments, "avx512bf16")
+    by_floats = torch.ops.workbench.panels_matmul(*arguments, native.isa(torch.bfloat16))
     assert torch.equal(torch.ops.workbench.panels_matmul(*arguments, "auto"), by_floats)
     integers = laid.table.mul(100).round()
     y = torch.ops.workbench.panels_matmul(*arguments[:3], integers, None, 32, "auto")
