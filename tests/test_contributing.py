@@ -106,7 +106,7 @@ def test_the_method_of_the_notebook_can_be_moved_to_its_file(tmp_path):
     own.write_text('"""Weighted rounding to nearest."""\n\n' + "\n\n\n".join(code) + "\n", encoding="utf-8")
     imported = f"from {module.replace('/', '.')} import {entry[2]}\n"
     text = methods.read_text(encoding="utf-8").replace("from kernels.step", f"{imported}from kernels.step", 1)
-    methods.write_text(text.replace("[Method]] = {\n", f"[Method]] = {{\n    {entry[1]},\n"), encoding="utf-8")
+    methods.write_text(text.replace("\nMETHODS |= {\n", f"\nMETHODS |= {{\n    {entry[1]},\n"), encoding="utf-8")
     text = rows.read_text(encoding="utf-8")
     rows.write_text(text.replace("\nROWS = {\n", f"\nROWS = {{\n    {row},\n"), encoding="utf-8")
     name = row.split('"')[1]

@@ -306,7 +306,7 @@ def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_token
     variant.execution = step.how(len(variant.packing.weights))
     if isinstance(step, GraphDecoder):
         accelerate_by_graphs(variant.model, step.graphs)
-    elif isinstance(step.prompt, NativePrompt):
+    elif isinstance(getattr(step, "prompt", None), NativePrompt):
         accelerate_by(variant.model, step.prompt, step.why_compiled or ("" if step.in_one_call else "no native step"))
     if variant.compiled and in_huge_pages(_read_tensors(variant)):
         variant.execution += "; huge pages"

@@ -11,6 +11,7 @@ from eval.speed import attention, speed
 from eval.speed.attention import fast_attention
 from eval.speed.speed import Variant, _round, measure_speed, standard_variants
 from kernels import native
+from kernels.step import forward
 
 
 def greedy(model, prompt, count):
@@ -73,7 +74,8 @@ def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch
 def test_fast_passes_write_what_the_models_write(tiny, written, monkeypatch, names):
     """The very passes that are timed, as they are timed; the baseline's weights prepacked, and attention by our
     kernel."""
-    monkeypatch.setattr(attention, "faster_than_torch", lambda *_: True)
+    for module in (attention, forward):
+        monkeypatch.setattr(module, "faster_than_torch", lambda *_: True)
     model = tiny("llama").bfloat16()
     small = apply([METHODS["rtn"](bits=4, group_size=32)], copy.deepcopy(model)).model
     plain = {name: {"baseline": model, "compressed": small}[name] for name in names}
