@@ -29,9 +29,8 @@ COMMITTED = Path(__file__).with_name("aot.json")
 # Bytes of shared memory available to one block, by compute capability; Triton compiles beyond them without a warning.
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448}
 SHARED_LIMIT = SHARED[90]
-PLAIN_SHARED = (
-    48 << 10
-)  # bytes of shared memory, static and dynamic together, that a block gets without being asked for
+PLAIN_SHARED = 48 << 10  # bytes of shared memory, static and dynamic, that a block gets without being asked for
+RESERVED = 1 << 10  # bytes that CUDA keeps in every block; they are listed as static, and do not count
 # wgmma in 16 bits, int8 and fp8; mma.sync in 16 bits and int8; dp4a, the dot product of four bytes
 MATRIX = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA", "IDP")
 MARGIN = 1.03  # instructions may grow by this factor before it counts as a regression; other figures may not grow
@@ -108,7 +107,7 @@ def figures(c: Compilation) -> dict[str, int]:
     tf32 = sorted({m for m in mnemonics if "TF32" in m})
     assert not tf32, f"{c.name} computes in TF32: {tf32}"
     plain, static, dynamic = PLAIN_SHARED, found["SHARED"], kernel.metadata.shared
-    assert not dynamic <= plain < static + dynamic, (
+    assert not dynamic <= plain < static - RESERVED + dynamic, (
         f"{c.name} cannot be launched: {static} bytes of static and {dynamic} of dynamic shared memory; Triton asks "
         f"for more than {plain} only if the dynamic part alone needs them"
     )
