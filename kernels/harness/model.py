@@ -376,7 +376,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--others", default="bfloat16", help="kinds that are also timed in other ways than fused")
     parser.add_argument("--batch", default="1,16,64", help="numbers of sequences")
     parser.add_argument("--context", default="960", help="positions in the cache")
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt that is timed")
+    parser.add_argument("--prompt", default="2048", help="tokens of the prompt that is timed")
     parser.add_argument("--budget", type=float, default=200, help="seconds after which no measurement is begun")
     parser.add_argument("--toy", action="store_true", help="a tiny model, only to see that everything runs")
     parser.add_argument("--no-roofline", dest="roofline", action="store_false", help="do not measure the bandwidth")
@@ -392,8 +392,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options.ways = _named(options.ways, WAYS, "ways", parser)
     options.others = _named(options.others, KINDS, "others", parser)
     options.batch = _numbers(options.batch, "batch", parser)
-    options.context = (64,) if options.toy else _numbers(options.context, "context", parser)
-    options.prompt = 64 if options.toy else options.prompt
+    contexts, (prompt, *_) = (_numbers(getattr(options, name), name, parser) for name in ("context", "prompt"))
+    options.context, options.prompt = ((64,), 64) if options.toy else (contexts, prompt)
     return options
 
 

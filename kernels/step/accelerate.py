@@ -19,7 +19,7 @@ from kernels import native
 from kernels.huge_pages import in_huge_pages
 from kernels.step.assemble import NativeStep, native_step, step_of
 from kernels.step.cache import AttendingCache, LayerRoom, LentRooms, RoomyLayer, roomy, static_cache
-from kernels.step.decoder import ACCELERATION, NotNative, recognise
+from kernels.step.decoder import ACCELERATION, NotNative, recognise, state_of
 from kernels.step.forward import DecoderForward, NativePrompt, native_prompt
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.in_parts import StepInParts
@@ -98,7 +98,7 @@ def accelerate_by(model: nn.Module, prompt: NativePrompt, why_not_in_one_call: s
             compared, too.
     """
     acceleration = Acceleration(model, why_not_in_one_call)
-    acceleration._reader, acceleration._state = prompt.forward, _state(model)
+    acceleration._reader, acceleration._state = prompt.forward, state_of(model)
     acceleration.take_over()
 
 
@@ -133,7 +133,7 @@ class Acceleration:
     model: nn.Module
     why_not_in_one_call: str = ""
     why_not: str = ""
-    _state: tuple[Any, ...] | None = None  # the model's `_state` when the reader was made
+    _state: tuple[Any, ...] | None = None  # the model's `state_of` when the reader was made
     _reader: DecoderForward | None = None
     _bound: dict[int, _Bound] = field(default_factory=dict)
     _in_parts: dict[int, StepInParts] = field(default_factory=dict)  # by number of sequences
@@ -186,11 +186,11 @@ class Acceleration:
         except NotNative as error:
             self.why_not_in_one_call = str(error)
         self._reader = self._made()
-        self._state = _state(model)
+        self._state = state_of(model)
 
     def _ready(self) -> bool:
         """Assemble again if the model has been changed; False if the model's own code must run from then on."""
-        now = _state(self.model)
+        now = state_of(self.model)
         if self._state == now:
             return not self.why_not
         self._forget()
@@ -347,13 +347,6 @@ class StepsInOneCall:
         for layer in self._cache.layers:
             if isinstance(layer, RoomyLayer):
                 layer.held = self._slot
-
-
-def _state(model: nn.Module) -> tuple[Any, ...]:
-    """Values that differ once a model has been changed: its kind of attention, its tensors' addresses and versions."""
-    tensors = (*model.parameters(), *model.buffers())
-    versions = ((t.data_ptr(), t.dtype, 0 if t.is_inference() else t._version) for t in tensors)
-    return getattr(model.config, "_attn_implementation", None), *versions
 
 
 def _first_seen(mask: Tensor | None, total: int) -> Tensor | None:

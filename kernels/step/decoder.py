@@ -125,6 +125,24 @@ def knows(model: nn.Module) -> bool:
     return native.why_not() is None and model.dtype in (torch.bfloat16, torch.float16)
 
 
+def hooked(model: nn.Module, *known: object) -> str | None:
+    """The first part of a model with a forward of its own or a hook that belongs to none of these objects."""
+    for name, module in model.named_modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        own = "forward" in vars(module) and not (module is model and hasattr(model, ACCELERATION))
+        owners = [getattr(hook, "__self__", None) for hook in hooks]
+        if own or any(owner is None or all(owner is not one for one in known) for owner in owners):
+            return name or "the model"
+    return None
+
+
+def state_of(model: nn.Module) -> tuple[Any, ...]:
+    """Values that differ once a model has been changed: its kind of attention, its tensors' addresses and versions."""
+    tensors = (*model.parameters(), *model.buffers())
+    versions = ((t.data_ptr(), t.dtype, 0 if t.is_inference() else t._version) for t in tensors)
+    return getattr(model.config, "_attn_implementation", None), *versions
+
+
 @torch.no_grad()
 def recognise(model: nn.Module, by_cache: bool = False, anywhere: bool = False) -> Decoder:
     """The parts of a causal decoder of transformers.
@@ -147,12 +165,8 @@ def recognise(model: nn.Module, by_cache: bool = False, anywhere: bool = False) 
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise NotNative(f"the model has `{name}`")
     stream = getattr(model, STREAM, None)
-    for name, module in model.named_modules():
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        own = "forward" in vars(module) and not (module is model and hasattr(model, ACCELERATION))
-        owners = [getattr(hook, "__self__", None) for hook in hooks]
-        if own or any(owner is None or (owner is not stream and owner is not attached) for owner in owners):
-            raise NotNative(f"{name or 'the model'} has hooks")
+    if (name := hooked(model, stream, attached)) is not None:
+        raise NotNative(f"{name} has hooks")
     body, head = getattr(model, "model", None), model.get_output_embeddings()
     if body is None or head is None or {n for n, _ in model.named_children()} - {STREAM} != {"model", "lm_head"}:
         raise NotNative("the model is not a body and a head")

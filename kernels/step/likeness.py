@@ -5,7 +5,7 @@ queries at late positions, or normalise values. Differences of a layer are lost 
 logits, so that each layer is compared by itself, with the input that its own attention gets.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,32 +20,42 @@ from kernels.step.decoder import Decoder, DecoderBlock, NotNative
 
 NAME = "workbench_look"
 TOKENS = 16
+# (block, its queries, keys and values [1, tokens, heads * channels], cos and sin [tokens, channels]) -> queries, keys
+# and values [1, heads, tokens, channels], after the norms of heads and the rotary embedding
+Prepare = Callable[[DecoderBlock, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Tensor, Tensor]]
 # Largest relative difference of a channel, mean over channels, in units of the rounding of the model's dtype. A module
 # rounds after each of about four operations.
 ROUNDINGS = 4
 
 
 @torch.no_grad()
-def check_likeness(model: nn.Module, decoder: Decoder) -> None:
+def check_likeness(model: nn.Module, decoder: Decoder, prepare: Prepare | None = None) -> None:
     """Compare queries, keys and values of every layer with those that its own attention compares, at the first
     positions and at the last ones that the model has.
+
+    Args:
+        prepare: makes those to compare; None: the C++ kernels do.
 
     Raises:
         NotNative: a layer differs by more than rounding.
     """
-    if reason := native.why_not():
+    if prepare is None and (reason := native.why_not()):
         raise NotNative(reason)
+    device = model.device
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or TOKENS
     for start in sorted({0, max(most - TOKENS, 0)}):
         with _looking(model, decoder) as looked:
-            ids = (torch.arange(TOKENS) * 7919 % model.get_input_embeddings().num_embeddings)[None]
-            at = torch.arange(start, start + TOKENS)[None]
+            ids = (torch.arange(TOKENS, device=device) * 7919 % model.get_input_embeddings().num_embeddings)[None]
+            at = torch.arange(start, start + TOKENS, device=device)[None]
             model(ids, position_ids=at, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1)
         for block in decoder.blocks:
             hidden, *own = looked[id(block.attention)]
             if len(own) != 3:
                 raise NotNative(f"{block.name}'s attention does not use transformers' attention interface")
-            ours = _ours(decoder, block, hidden, at)
+            qkv = [linear(hidden).contiguous() for linear in (block.q, block.k, block.v)]
+            kind = () if block.kind is None else (block.kind,)
+            tables = decoder.rotary.module(torch.zeros(1, device=device), at, *kind)
+            ours = (prepare or _natively)(block, qkv, [table[0].float().contiguous() for table in tables])
             for name, found, wanted in zip(("queries", "keys", "values"), ours, own, strict=True):
                 if not (difference := _difference(found, wanted)) <= ROUNDINGS * torch.finfo(decoder.dtype).eps:
                     raise NotNative(
@@ -54,14 +64,12 @@ def check_likeness(model: nn.Module, decoder: Decoder) -> None:
                     )
 
 
-def _ours(decoder: Decoder, block: DecoderBlock, hidden: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [1, heads, tokens, channels] of a block as the passes here make them."""
-    q, k, v = (linear(hidden).contiguous() for linear in (block.q, block.k, block.v))
+def _natively(block: DecoderBlock, qkv: Sequence[Tensor], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """A `Prepare` by the C++ kernels."""
+    q, k, v = qkv
     keys, values = q.new_empty(2, 1, block.kv_heads, TOKENS, block.channels)
-    kind = () if block.kind is None else (block.kind,)
-    tables = [table[0].float().contiguous() for table in decoder.rotary.module(torch.zeros(1), at, *kind)]
     norms = block.query_norm, block.key_norm
-    turn_and_store(q, k, v, tuple(tables), torch.arange(TOKENS)[None], norms, keys, values, 0)
+    turn_and_store(q, k, v, (tables[0], tables[1]), torch.arange(TOKENS)[None], norms, keys, values, 0)
     return q.unflatten(-1, (-1, block.channels)).transpose(1, 2), keys, values
 
 

@@ -5,6 +5,7 @@ may be as large as a wrong block.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -22,26 +23,31 @@ LOGITS = 0.1  # relative difference of logits without their mean that is never t
 ROUNDINGS = 4  # additions to the residual stream whose rounding counts
 
 
+# (block, its input, its output in the model) -> its output here; all [1, tokens, hidden]
+Output = Callable[[DecoderBlock, Tensor, Tensor], Tensor]
+Logits = Callable[[Tensor], Tensor]  # input of the last block [1, tokens, hidden] -> logits [1, tokens, vocabulary]
+
+
 @torch.no_grad()
-def check_outputs(model: nn.Module, decoder: Decoder) -> None:
-    """Compare the embedding, every block and the head with the model's.
+def check_outputs(model: nn.Module, decoder: Decoder, output: Output | None = None, head: Logits | None = None) -> None:
+    """Compare every block and the head with the model's.
+
+    Args:
+        output, head: make what is compared; None: `DecoderForward` does, which also looks the tokens up.
 
     Raises:
         NotNative: one differs by more than rounding.
     """
-    ids = (torch.arange(TOKENS) * 7919 % model.get_input_embeddings().num_embeddings)[None]
+    ids = (torch.arange(TOKENS, device=model.device) * 7919 % model.get_input_embeddings().num_embeddings)[None]
     inputs, outputs, shaken, logits = _own(model, ids)
     decoder = dataclasses.replace(decoder, stream=None)  # between the blocks it is rotated in the model, too
     for block, given, wanted, other in zip(decoder.blocks, inputs, outputs, shaken, strict=True):
-        plain = Norm(torch.ones(decoder.hidden), 1e-12)
-        alone = dataclasses.replace(decoder, norm=plain, head=nn.Identity(), cap=0.0)
-        scale = wanted.float().square().mean(-1, keepdim=True).sqrt()
-        found = _output(alone, block, given, ids).float() * scale
+        found = output(block, given, wanted) if output else _by_forward(decoder, block, given, wanted, ids)
         limit = min(max(TIMES_NOISE * _difference(other, given, wanted), LEAST), MOST)
         if not (difference := _difference(found, given, wanted)) < limit:
             raise NotNative(f"{block.name} gives another output than a Llama's, different by {difference:.2g}")
-    found, wanted = (x.float() - x.float().mean(-1, keepdim=True) for x in
-                     (_output(decoder, decoder.blocks[-1], inputs[-1], ids), logits))  # fmt: skip
+    ours = head(inputs[-1]) if head else _output(decoder, decoder.blocks[-1], inputs[-1], ids)
+    found, wanted = (x.float() - x.float().mean(-1, keepdim=True) for x in (ours, logits))
     if not (difference := float((found - wanted).norm() / wanted.norm())) < max(limit, LOGITS):
         raise NotNative(f"its head gives other logits than a Llama's, different by {difference:.2g}")
 
@@ -54,7 +60,7 @@ def _own(model: nn.Module, ids: Tensor) -> tuple[list[Tensor], list[Tensor], lis
 
     def note(module: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> None:
         hidden = args[0] if args else kwargs.pop("hidden_states")
-        signs = torch.randint(2, hidden.shape, generator=generator) * 2.0 - 1
+        signs = torch.randint(2, hidden.shape, generator=generator).to(hidden.device) * 2.0 - 1
         rounded = (hidden.float() * (1 + torch.finfo(hidden.dtype).eps / 2 * signs)).to(hidden.dtype)
         again = _first(module.forward(rounded, *args[1:], **kwargs))
         inputs.append(hidden), outputs.append(_first(output)), shaken.append(again.float() - rounded + hidden)
@@ -70,6 +76,12 @@ def _own(model: nn.Module, ids: Tensor) -> tuple[list[Tensor], list[Tensor], lis
 
 def _first(output: Tensor | tuple) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
+
+
+def _by_forward(decoder: Decoder, block: DecoderBlock, given: Tensor, wanted: Tensor, ids: Tensor) -> Tensor:
+    """An `Output` by `DecoderForward`: behind a norm that changes the size alone, which is the model's again."""
+    alone = dataclasses.replace(decoder, norm=Norm(torch.ones(decoder.hidden), 1e-12), head=nn.Identity(), cap=0.0)
+    return _output(alone, block, given, ids).float() * wanted.float().square().mean(-1, keepdim=True).sqrt()
 
 
 def _output(decoder: Decoder, block: DecoderBlock, given: Tensor, ids: Tensor) -> Tensor:

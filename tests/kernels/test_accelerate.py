@@ -258,16 +258,20 @@ LOOKALIKES = {  # modules of a Llama, other queries and keys
 }  # fmt: skip
 
 
+def lookalike(architecture: str) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "pad_token_id": 0,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+    config = AutoConfig.for_model(architecture, **sizes, **LOOKALIKES[architecture][0])
+    return AutoModelForCausalLM.from_config(config).bfloat16().eval()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", LOOKALIKES)
 def test_what_only_looks_like_a_llama_is_left_alone(architecture):
     """Layers are compared one by one: the logits of so few tokens hardly differ."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    more, reason = LOOKALIKES[architecture]
-    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "pad_token_id": 0,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes, **more)).bfloat16().eval()
+    model, reason = lookalike(architecture), LOOKALIKES[architecture][1]
     attention = model.config._attn_implementation
     ids = torch.arange(12)[None] * 7919 % 96
     expected = logits(model, ids)

@@ -1,6 +1,7 @@
 """Steps of decoding for a GPU, run op by op on a CPU: the same operations that a CUDA graph would replay."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kernels.step.cache import static_cache
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.gpu.body import FusedBody, largest
 from kernels.step.gpu.graphs import Graphs, GraphSteps
+from tests.kernels.test_accelerate import LOOKALIKES, lookalike
 
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
 
@@ -79,7 +81,14 @@ def test_a_wrong_block_is_found_and_the_models_own_code_runs(tiny, monkeypatch):
         return y if block.index else y * 1.3
 
     monkeypatch.setattr(FusedBody, "block", wrong)
-    assert "gives other output than a Llama's" in Graphs(model).why_not_fused
+    assert "block 0 gives another output than a Llama's" in Graphs(model).why_not_fused
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", LOOKALIKES)
+def test_what_only_looks_like_a_llama_is_not_fused(architecture):
+    """Such as a model that scales its queries from position 64 on."""
+    assert re.search(LOOKALIKES[architecture][1], Graphs(lookalike(architecture)).why_not_fused)
 
 
 def test_generate_writes_what_transformers_writes(tiny, tokens):
@@ -124,12 +133,56 @@ def test_graphs_in_use_are_not_lent_again(tiny, tokens):
 
 
 def test_a_longer_text_gets_a_larger_graph(tiny, tokens, monkeypatch):
-    monkeypatch.setattr("kernels.step.gpu.graphs.LEAST", 16)
+    for name in ("LEAST", "SPARE"):
+        monkeypatch.setattr(f"kernels.step.gpu.graphs.{name}", 16)
     model = tiny("llama")
     fast, ids = copy.deepcopy(model), torch.cat(tokens(2, 9))
     GraphAcceleration(fast).take_over()
     many = {"max_new_tokens": 50, "do_sample": False}
     assert torch.equal(fast.generate(ids, **many), model.generate(ids, **many))
+
+
+def test_a_graph_that_cannot_grow_hands_over_to_the_model(tiny, tokens, monkeypatch):
+    """What was written stays, and memory that is short for one size does not forbid the others."""
+    for name in ("LEAST", "SPARE"):
+        monkeypatch.setattr(f"kernels.step.gpu.graphs.{name}", 16)
+    model = tiny("llama")
+    fast, ids = copy.deepcopy(model), torch.cat(tokens(2, 9))
+    GraphAcceleration(fast).take_over()
+    body = Graphs._body
+
+    def small(self, batch, positions):
+        if positions > 32:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return body(self, batch, positions)
+
+    monkeypatch.setattr(Graphs, "_body", small)
+    many = {"max_new_tokens": 50, "do_sample": False, "return_dict_in_generate": True}
+    with pytest.warns(UserWarning, match="the rest is written by the model's own code.*out of memory"):
+        found = fast.generate(ids, **many)
+    expected = model.generate(ids, **many)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    monkeypatch.setattr(Graphs, "_body", body)
+    assert torch.equal(fast.generate(ids, **many).sequences, expected.sequences) and not fast.acceleration.why_not
+
+
+def test_what_a_graph_would_leave_out_is_left_to_the_model(tiny, tokens):
+    """Hooks run for every token, whenever they were registered; nor does a graph know modes."""
+    model, ids, calls = tiny("llama"), tokens(1, 9)[0], []
+    GraphAcceleration(model).take_over()
+    model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    assert not model.acceleration.why_not
+    hook = model.model.layers[1].register_forward_hook(lambda *_: calls.append(1))
+    with pytest.warns(UserWarning, match=r"without a CUDA graph: model\.layers\.1 has hooks"):
+        model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    assert len(calls) == 6
+    hook.remove()
+    model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert not model.acceleration.why_not
+    model.train()
+    with pytest.warns(UserWarning, match="the model is in training mode"):
+        model.generate(ids, max_new_tokens=6, do_sample=False)
 
 
 @torch.no_grad()

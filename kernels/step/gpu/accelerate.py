@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from kernels.step.decoder import ACCELERATION, NotNative
-from kernels.step.gpu.graphs import LEAST, Graphs, GraphSteps
+from kernels.step.decoder import ACCELERATION, STREAM, NotNative, hooked, state_of
+from kernels.step.gpu.graphs import Graphs, GraphSteps
 from kernels.step.writing.generate import generate
 
 
 def accelerate_by_graphs(model: nn.Module, graphs: Graphs) -> None:
     """Accelerate a model, in place, with graphs that have been made already."""
-    GraphAcceleration(model, _graphs=graphs, _state=_state(model)).take_over()
+    GraphAcceleration(model, _graphs=graphs, _state=state_of(model)).take_over()
 
 
 @dataclass(repr=False)
@@ -22,7 +22,7 @@ class GraphAcceleration:
     """How a model on a GPU generates; created by `accelerate`. Prompts are read by the model's own code.
 
     Attributes:
-        why_not: why the model's own code takes the steps, without a graph; "" if graphs are replayed.
+        why_not: why the model's own code took the last steps, without a graph; "" if a graph was replayed.
     """
 
     model: nn.Module
@@ -58,31 +58,30 @@ class GraphAcceleration:
 
     def graphs(self) -> Graphs:
         """The graphs of the model as it is now."""
-        now = _state(self.model)
+        now = state_of(self.model)
         if self._graphs is None or self._state != now:
             self._graphs = None  # frees the memory of graphs that read other weights
-            self._graphs, self._state, self.why_not = Graphs(self.model), now, ""
+            self._graphs, self._state = Graphs(self.model), now
         return self._graphs
 
     def steps(self, cache: Any, batch: int) -> GraphSteps | None:
         """Steps behind a prompt that the model has read into a cache without padding; None: call the model instead."""
-        if self.model._forward_hooks or self.model._forward_pre_hooks or not GraphSteps.take(cache):
-            return None
-        try:
-            graphs = self.graphs()
-            if self.why_not or graphs.in_use:  # by another thread, or a generation within a generation
-                return None
-            graphs.step(batch, cache.get_seq_length() + LEAST // 4)
-        except (NotNative, torch.OutOfMemoryError) as error:
-            self.why_not = str(error).splitlines()[0]
-            warnings.warn(f"the steps are not captured as a CUDA graph: {self.why_not}", stacklevel=2)
-            return None
-        return GraphSteps(graphs, cache, batch)
+        before, self.why_not = self.why_not, self._why_not(cache)
+        if not self.why_not:
+            try:
+                return GraphSteps(self.graphs(), cache, batch)
+            except NotNative as error:
+                self.why_not = str(error)
+        if self.why_not != before:
+            warnings.warn(f"steps are taken without a CUDA graph: {self.why_not}", stacklevel=2)
+        return None
 
-
-def _state(model: nn.Module) -> tuple[Any, ...]:
-    """Values that differ once a model has been changed: its kind of attention, its tensors' addresses and versions."""
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    return getattr(model.config, "_attn_implementation", None), *(
-        (t.data_ptr(), t.dtype, 0 if t.is_inference() else t._version) for t in tensors
-    )
+    def _why_not(self, cache: Any) -> str:
+        """Why a graph would not do what the model does now; "" if it does. A graph holds neither Python nor modes."""
+        if not GraphSteps.take(cache):
+            return f"the cache ({type(cache).__name__}) holds more than the keys and values of each layer"
+        if (name := hooked(self.model, getattr(self.model, STREAM, None))) is not None:
+            return f"{name} has hooks"
+        if self.model.training or torch.is_autocast_enabled(self.model.device.type):
+            return "the model is in training mode" if self.model.training else "autocast is on"
+        return "a graph of this model is in use" if self._graphs is not None and self._graphs.in_use else ""

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from kernels.kv_decode import KV, kv_decode
 from kernels.step.cache import static_cache
 from kernels.step.decoder import Decoder, DecoderBlock, NotNative
 from kernels.step.gpu.between import add_norm, gated, turn_and_store
+from kernels.step.program import Norm
 from kernels.w8a8_matmul import W8, w8a8_matmul
 
 SPARE = 2.0  # free memory needed to join weights, as a multiple of their size
@@ -64,7 +64,6 @@ class FusedBody:
 
     Args:
         decoder: recognised. batch, positions: the cache's size. joined: shared between bodies of one decoder.
-        free: bytes of memory that joined weights may use at most.
     """
 
     decoder: Decoder
@@ -106,8 +105,12 @@ class FusedBody:
         added = after = None
         for block, (keys, values) in zip(decoder.blocks, self.cache, strict=True):
             added, after = self.block(block, residual, added, after, keys, values, starts), block.after_mlp
-        x = residual.new_empty(residual.shape, dtype=decoder.dtype)
-        logits = self._product(decoder.head, add_norm(residual, added, after, decoder.norm, x))
+        return self.logits(residual, added, after)
+
+    def logits(self, residual: Tensor, added: Tensor, after: Norm | None) -> Tensor:
+        """Logits [batch, vocabulary] of the residual stream [batch, hidden] with its last addend."""
+        decoder, x = self.decoder, residual.new_empty(residual.shape, dtype=self.decoder.dtype)
+        logits = decoder.head(add_norm(residual, added, after, decoder.norm, x))
         return decoder.cap * (logits.float() / decoder.cap).tanh() if decoder.cap else logits
 
     def block(
@@ -115,7 +118,7 @@ class FusedBody:
         block: DecoderBlock,
         residual: Tensor,
         added: Tensor | None,
-        after: Any,
+        after: Norm | None,
         keys: Tensor,
         values: Tensor,
         starts: dict[tuple[int, int], Tensor],
@@ -135,9 +138,9 @@ class FusedBody:
         y = kv_decode(
             q[:, :, None], KV(keys, values), used, starts=start, scale=block.scale, softcap=block.softcap or None
         )
-        y = self._product(block.o, y.flatten(1))
+        y = block.o(y.flatten(1))
         add_norm(residual, y, block.after_attention, block.before_mlp, x)
-        return self._product(block.down, gated(*self._products((block.gate, block.up), x), block.activation))
+        return block.down(gated(*self._products((block.gate, block.up), x), block.activation))
 
     def rooms(self) -> list[tuple[Tensor, Tensor]]:
         """Each layer's keys and values [batch, kv heads, positions, channels], by the index of the layer."""
@@ -149,16 +152,13 @@ class FusedBody:
         for length in self.lengths.values():
             length.fill_(held)
 
-    def _product(self, linear: nn.Module, x: Tensor) -> Tensor:
-        return linear(x)
-
     def _products(self, linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...]:
         """The products of several linears with one input: [batch, out_i], rows at any distance."""
         key = id(linears[0])
         if key not in self.joined:
             self.joined[key] = Joined.of(linears)
         together = self.joined[key]
-        return tuple(self._product(linear, x) for linear in linears) if together is None else together(x)
+        return tuple(linear(x) for linear in linears) if together is None else together(x)
 
 
 @dataclass(frozen=True)

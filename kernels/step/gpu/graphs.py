@@ -1,6 +1,7 @@
 """A step of decoding on a GPU as one CUDA graph: captured once for a batch size, replayed for every token."""
 
 import gc
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,13 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kernels.step.decoder import Decoder, NotNative, recognise
 from kernels.step.gpu.body import FusedBody, Joined, OwnBody, largest
-from kernels.step.gpu.compare import check_blocks
+from kernels.step.gpu.compare import check_fused
+from kernels.step.writing.generate import Calls
+from kernels.support.errors import kind_and_first_line
 
 WARMING = 2  # runs before a capture, in which kernels are compiled and weights joined
 LEAST = 1024  # positions of the smallest cache
+SPARE = 256  # free positions that a cache has at least when it is filled
 KEPT = 4  # graphs that are kept, of different batch sizes and lengths
 
 
@@ -114,6 +118,7 @@ class Graphs:
     _decoder: Decoder | None = None
     _joined: dict[int, Joined | None] = field(default_factory=dict)
     _steps: dict[tuple[int, int], GraphStep] = field(default_factory=dict)
+    _refused: dict[tuple[int, int], str] = field(default_factory=dict)
     _pool: Any = None
 
     @torch.no_grad()
@@ -123,9 +128,9 @@ class Graphs:
             return
         try:
             self._decoder = recognise(self.model, anywhere=True)
-            check_blocks(self.model, self._decoder, FusedBody(self._decoder, 1, 64, self._joined))
-        except NotNative as error:
-            self._decoder, self.why_not_fused = None, str(error)
+            check_fused(self.model, self._decoder, self._joined)
+        except (NotNative, torch.OutOfMemoryError) as error:
+            self._decoder, self.why_not_fused = None, str(error).splitlines()[0]
             self._joined.clear()
 
     def clear(self) -> None:
@@ -138,7 +143,7 @@ class Graphs:
         """The step for `batch` sequences, with a cache of at least `positions` places.
 
         Raises:
-            NotNative: the model's cache cannot be captured.
+            NotNative: a step of this size cannot be captured, or memory does not hold its cache.
         """
         places = max(LEAST, 1 << (positions - 1).bit_length())
         key = batch, places
@@ -147,15 +152,16 @@ class Graphs:
                 del self._steps[next(iter(self._steps))]
             if self._pool is None and self.model.device.type == "cuda":
                 self._pool = torch.cuda.graph_pool_handle()
-            body = self._body(batch, places)
+            if key in self._refused:
+                raise NotNative(self._refused[key])
             try:
-                self._steps[key] = GraphStep(body, self._pool)
-            except torch.OutOfMemoryError:
+                self._steps[key] = GraphStep(self._body(batch, places), self._pool)
+            except Exception as error:  # of the model's own code on a static cache, of a capture, or of memory
                 self.clear()
-                raise
-            except RuntimeError as error:
-                self.clear()
-                raise NotNative(f"its step cannot be captured: {str(error).splitlines()[0]}") from error
+                why = str(error) if isinstance(error, NotNative) else kind_and_first_line(error)
+                if not isinstance(error, torch.OutOfMemoryError):  # there may be more memory the next time
+                    self._refused[key] = why
+                raise NotNative(why) from error
         self._steps[key] = self._steps.pop(key)  # the last one is the one used last
         return self._steps[key]
 
@@ -173,8 +179,11 @@ class GraphSteps:
     """
 
     def __init__(self, graphs: Graphs, cache: DynamicCache, batch: int) -> None:
+        """Raises NotNative if there is no graph of this size."""
         self._graphs, self._cache, self._batch, self._slot = graphs, cache, batch, cache.get_seq_length()
         self._step: GraphStep | None = None
+        self._calls: Calls | None = None
+        self._fill()
         graphs.in_use = True
 
     @staticmethod
@@ -188,26 +197,38 @@ class GraphSteps:
             and all(type(layer) in kinds and layer.get_seq_length() == cache.get_seq_length() for layer in cache.layers)
         )
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Read tokens [batch, 1]; returns those with the largest logits [batch, 1]."""
-        if self._step is None or self._slot >= self._step.body.positions:
+    def __call__(self, tokens: Tensor) -> Tensor | None:
+        """Read tokens [batch, 1]; returns those with the largest logits [batch, 1], or None where the model's own code
+        has read them, because no larger graph could be captured."""
+        if self._step is not None and self._slot >= self._step.body.positions:
             self._give_back()
-            self._step = self._graphs.step(self._batch, self._slot + 1 + LEAST // 4)
-            for layer, room in zip(self._cache.layers, self._step.body.rooms(), strict=True):
-                held = layer.keys.shape[2]
-                for own, there in zip((layer.keys, layer.values), room, strict=True):
-                    there[:, :, self._slot - held : self._slot] = own
-            self._step.at(self._slot)
+            try:
+                self._fill()
+            except NotNative as error:
+                warnings.warn(f"the rest is written by the model's own code, without a graph: {error}", stacklevel=2)
+                self._calls = Calls(self._graphs.model, self._cache, None, None)
+        if self._step is None:
+            self._calls(tokens)
+            return None
         self._step.tokens.copy_(tokens)
         self._step()
         self._slot += 1
         return self._step.tokens.clone()
 
+    def _fill(self) -> None:
+        """Copy the cache into a graph that has room for more positions."""
+        step = self._graphs.step(self._batch, self._slot + SPARE)
+        for layer, room in zip(self._cache.layers, step.body.rooms(), strict=True):
+            held = layer.keys.shape[2]
+            for own, there in zip((layer.keys, layer.values), room, strict=True):
+                there[:, :, self._slot - held : self._slot] = own
+        step.at(self._slot)
+        self._step = step
+
     @property
     def logits(self) -> Tensor:
         """Of the last step, float32 [batch, vocabulary]; valid until the next step."""
-        assert self._step is not None
-        return self._step.logits.float()
+        return self._calls.logits if self._step is None else self._step.logits.float()
 
     def finish(self) -> None:
         """Give the cache the keys and values of the steps."""

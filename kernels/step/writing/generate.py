@@ -97,10 +97,8 @@ def decode(
             synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
         )  # fmt: skip
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if (
-        mask is not None and mask.dim() == 2 and bool((mask == 1).all())
-    ):  # newer versions of transformers drop it themselves
-        mask = None
+    if mask is not None and mask.dim() == 2 and bool((mask == 1).all()):
+        mask = None  # as newer versions of transformers do
     outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
     cache, logits = outputs.past_key_values, outputs.logits[:, -1].float()
     del outputs  # the logits of a whole prompt may be large
@@ -110,7 +108,7 @@ def decode(
     text = _Text(input_ids, stopping_criteria, config._pad_token_tensor, streamer)
     at_one_place = mask is None and (positions is None or bool((positions[:, -1] == cache.get_seq_length() - 1).all()))
     steps = model.acceleration.steps(cache, len(input_ids)) if at_one_place else None
-    steps = steps or _Calls(model, cache, mask, positions)
+    steps = steps or Calls(model, cache, mask, positions)
     try:
         tokens = text.append(choice(text.ids, logits), choice.scores)
         while text.continues:
@@ -179,7 +177,7 @@ class _Text:
         return tokens
 
 
-class _Calls:
+class Calls:
     """Steps of decoding by calls of the model, for padded sequences and caches that compute the attention."""
 
     def __init__(self, model: nn.Module, cache: Any, mask: Tensor | None, positions: Tensor | None) -> None:
