@@ -201,7 +201,8 @@ def _splits(corpus: str, name: str, configuration: str) -> list[str]:
     except Exception as error:  # the hub's client raises many kinds, which mean the same for the user
         raise ValueError(
             f"`corpus` (={corpus!r}) cannot be loaded: {first_line(error)}; without a network it can be pydocs, a "
-            "file, or one of the data sets in the folder that WORKBENCH_DATA names"
+            f"file, or one of the data sets in the folder that WORKBENCH_DATA names (now {shared_data()}"
+            f"{f', where {_LOCAL[corpus]} would be it' if corpus in _LOCAL else ''})"
         ) from error
 
 

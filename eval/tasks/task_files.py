@@ -1,6 +1,8 @@
 """Finds tasks: task files that refer to data on this machine, and lm-eval's catalogue, whose data are on the hub.
 
-Paths in a task file are searched next to the file and then in the folders above, so that it works from any folder.
+Of some of lm-eval's tasks the folder of local data sets may hold the rows (`COPIES`): the task is the same, by
+lm-eval's own definition, and needs no network. Paths in a task file are searched next to the file and then in the
+folders above, so that it works from any folder.
 Reading lm-eval's catalogue takes 10 s, so it is read once per process, and never if all tasks are files.
 """
 
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
 
+# {task of lm-eval: the splits of which the folder of local data sets may hold all rows, as <task>/<split>.parquet}
+COPIES = {
+    "boolq": ("validation",), "gsm8k": ("train", "test"), "hellaswag": ("validation",), "lambada_openai": ("test",),
+    "piqa": ("validation",), "winogrande": ("validation",),
+}  # fmt: skip
 CONSENT = "HF_ALLOW_CODE_EVAL"  # variable of lm-eval and of the metrics that it loads from the hub
 
 
@@ -40,15 +47,18 @@ class FoundTask:
     build: "Callable[[], Task]"
 
 
+def local_data() -> Path:
+    """Folder of local data sets: $WORKBENCH_DATA, or `shared/data` beside the checkout; it need not exist."""
+    return Path(os.environ.get("WORKBENCH_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
+
+
 def folder_of(task_path: str = "") -> Path | None:
-    """Folder of task files: `task_path`, or else `lm_eval_tasks` in $WORKBENCH_DATA or `shared/data` beside the
-    checkout.
+    """Folder of task files: `task_path`, or else `lm_eval_tasks` in the folder of local data sets.
 
     Raises:
         ValueError: the named folder does not exist, or the user has not permitted the execution of its files.
     """
-    beside = Path(__file__).resolve().parents[3] / "shared" / "data"
-    own = Path(os.environ.get("WORKBENCH_DATA", beside)) / "lm_eval_tasks"
+    own = local_data() / "lm_eval_tasks"
     if not task_path:
         return own.resolve() if own.is_dir() else None
     folder = Path(task_path).expanduser()
@@ -63,11 +73,11 @@ def folder_of(task_path: str = "") -> Path | None:
     return folder.resolve()
 
 
-def check_names(names: Sequence[str], task_path: str = "") -> None:
+def check_names(names: Sequence[str], task_path: str = "", num_fewshot: int | None = None) -> None:
     """Raise ValueError if a task is unknown, its data are not available, or its scoring would run code written by a
     model."""
     folder = folder_of(task_path)
-    files = _files(folder)
+    files = _copies(names, num_fewshot) | _files(folder)
     for name in names:
         for leaf in _leaves(name, files):
             if leaf in files:
@@ -76,9 +86,11 @@ def check_names(names: Sequence[str], task_path: str = "") -> None:
                 _check_catalogued(leaf, files, folder)
 
 
-def find_tasks(names: Sequence[str], task_path: str = "") -> tuple[list[FoundTask], dict[str, list[str]]]:
+def find_tasks(
+    names: Sequence[str], task_path: str = "", num_fewshot: int | None = None
+) -> tuple[list[FoundTask], dict[str, list[str]]]:
     """The tasks of these names, and {group: its tasks}; local data are read when a task is built, the hub's now."""
-    files, found, groups = _files(folder_of(task_path)), {}, {}
+    files, found, groups = _copies(names, num_fewshot) | _files(folder_of(task_path)), {}, {}
     for name in names:
         for leaf in _leaves(name, files):
             if leaf in files:
@@ -122,6 +134,30 @@ def _files(folder: Path | None) -> dict[str, Path]:
     return found
 
 
+def _copies(names: Iterable[str], num_fewshot: int | None) -> dict[str, Path]:
+    """{task: lm-eval's file} of those tasks whose rows lie in the folder of local data sets.
+
+    Args:
+        num_fewshot: number of examples, which lm-eval draws from the training split; the rows of that one are then
+            needed, too.
+    """
+    there = [name for name in names if name in COPIES and all(file.is_file() for file in _copy(name).values())]
+    there = [name for name in there if not num_fewshot or "train" in COPIES[name]]
+    return {name: _written()[name] for name in there}
+
+
+def _copy(name: str) -> dict[str, Path]:
+    return {split: local_data() / name / f"{split}.parquet" for split in COPIES[name]}
+
+
+def _from_copy(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of one of lm-eval's tasks, with its rows from the folder of local data sets."""
+    files = {split: str(file.resolve()) for split, file in _copy(name).items()}
+    splits = {key: value for key, value in config.items() if key.endswith("_split") and value in files}
+    rest = {key: value for key, value in config.items() if key != "dataset_name" and not key.endswith("_split")}
+    return {**rest, **splits, "dataset_path": "parquet", "dataset_kwargs": {"data_files": files}}
+
+
 def _leaves(name: str, files: dict[str, Path], within: tuple[str, ...] = ()) -> list[str]:
     """The task, or the tasks of a group among the files; lm-eval resolves its own groups."""
     if name not in files:
@@ -142,6 +178,8 @@ def _local(name: str, path: Path, *, functions: bool) -> dict[str, Any]:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     config = load_yaml(path, resolve_func=functions)
+    if name in COPIES and path == _written().get(name):
+        return _from_copy(name, config)
     data = dict(config.get("dataset_kwargs") or {})
     for key in ("data_dir",) if data.get("data_dir") else ("data_files",):
         if data.get(key):
@@ -204,8 +242,16 @@ def _check(name: str, config: dict[str, Any], files: Iterable[str]) -> None:
     if where and not (_in_cache(where, config.get("dataset_name")) or _hub_reachable()):
         raise ValueError(
             f"`tasks`: {name!r} needs {where} from the hub, which cannot be reached, and no copy is cached here; "
-            f"connect to a network, or take a task file with data on this machine{_near(name, files)}"
+            f"connect to a network, {_else(name)}{_near(name, files)}"
         )
+
+
+def _else(name: str) -> str:
+    """What a user without a network may do for the rows of a task."""
+    if name not in COPIES:
+        return "or take a task file with data on this machine"
+    files = " and ".join(f"{name}/{split}.parquet" for split in COPIES[name])
+    return f"or put the rows, as {files}, into the folder that WORKBENCH_DATA names (now {local_data()})"
 
 
 def _check_catalogued(name: str, files: dict[str, Path], folder: Path | None) -> None:
@@ -229,7 +275,7 @@ def _check_catalogued(name: str, files: dict[str, Path], folder: Path | None) ->
             f"`tasks`: {name!r} needs data from the hub, which cannot be reached; connect to a network, or take task "
             f"files with data on this machine{_near(name, files)}"
         )
-    where = f"the task files in {folder}" if folder else "task files (`task_path` names no folder)"
+    where = f"the task files in {folder}" if folder else f"task files ({local_data()}, see WORKBENCH_DATA, has none)"
     raise ValueError(
         f"`tasks`: {name!r} is neither among {where} nor lm-eval's own{_near(name, [*files, *_written()])}"
     )

@@ -210,9 +210,7 @@ def check_tasks(
     are not checked.
     """
     if isinstance(tasks, str) or not tasks or not all(isinstance(name, str) and name.strip() for name in tasks):
-        raise ValueError(
-            f"`tasks` (={tasks!r}) must be a list of names of tasks, like ['hellaswag'] or ['hellaswag_local']"
-        )
+        raise ValueError(f"`tasks` (={tasks!r}) must be a list of names of tasks, like ['hellaswag', 'piqa']")
     if len(set(tasks)) < len(tasks):
         raise ValueError(
             f"`tasks` (={list(tasks)!r}) names {next(t for t in tasks if list(tasks).count(t) > 1)!r} twice"
@@ -226,7 +224,7 @@ def check_tasks(
             raise ValueError(
                 f"`{knob}` (={value!r}) must be a whole number of at least {least}{', or None' if none else ''}"
             )
-    check_names(tasks, task_path)
+    check_names(tasks, task_path, num_fewshot)
 
 
 def answer_tasks(
@@ -270,7 +268,7 @@ def answer_tasks(
     about = {name: _about(model, tokenizer, asked) for name, model in models.items()} if cache_path else {}
     scores = TaskScores({name: {} for name in models}, cached={name: [] for name in models})
     with undisturbed(list(models.values())), tqdm(desc="tasks", unit="task") as progress:
-        found, scores.groups = find_tasks(tasks, task_path)
+        found, scores.groups = find_tasks(tasks, task_path, num_fewshot)
         progress.reset(len(found) * len(models))
         for task in found:
             built = None

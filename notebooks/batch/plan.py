@@ -44,6 +44,7 @@ from notebooks.batch.status import (
     varied_parameters,
 )
 from notebooks.batch.sweep import Planned, Sweep, read_sweep
+from notebooks.batch.sweep.files import MadeFile, make_files, missing
 from notebooks.study.identity import packages_code
 
 _WHY = {"notebook": "the notebook", "versions": "a library's version", "model": "the model", "data": "the data",
@@ -72,6 +73,7 @@ class Plan:
 
     sweep: Sweep
     rows: tuple[PlanRow, ...]
+    files: tuple[MadeFile, ...] = ()  # that are not there yet
 
     @property
     def seconds(self) -> float | None:
@@ -104,7 +106,8 @@ class Plan:
         kept = f" ({stale} stale: `--stale` runs them again)" if stale else ""
         left = f"{counts['run']} to run, {duration(self.seconds)} one after another"
         total = f"{len(self.rows)} run{'s' * (len(self.rows) != 1)}: {counts['skip']} done{kept}, {left}"
-        return f"{self.sweep.title}\n\n{aligned(self.cells())}\n\n{total}"
+        first = "".join(f"made first: {file}\n" for file in self.files if counts["run"])
+        return f"{self.sweep.title}\n\n{aligned(self.cells())}\n\n{first}{total}"
 
     def _repr_html_(self) -> str:
         head, *rows = self.cells()
@@ -139,7 +142,7 @@ def plan(sweep: str | Path | Sweep, *, runs: Path = RUNS, force: bool = False, s
             why = RunFolder(folder, planned.key).damage()[:100]
         why = why or ("" if done else before.changed(planned))
         rows.append(PlanRow(planned, now, "skip" if done else "run", why, None if done else before.likely(planned)))
-    return Plan(sweep, tuple(rows))
+    return Plan(sweep, tuple(rows), tuple(missing(sweep.files, runs)))
 
 
 def run_sweep(
@@ -176,6 +179,9 @@ def run_sweep(
     jobs = [job_of(row.planned, runs, force=force, stale=row.state == "stale", code=code, **limits) for row in left]
     likely = {row.planned.key: row.seconds for row in left}
     found = list(known)
+    with _ended_by_signals(stop):
+        for file in make_files(sweep.files if left else (), runs, code.root, stop):
+            print(f"making {file.path}: {file}", flush=True)
     with _ended_by_signals(stop), Progress(jobs, likely, getattr(engine, "parallel", 1), len(known)) as progress:
         for outcome in engine.run(jobs, stop):
             _remember(outcome)
@@ -197,7 +203,7 @@ def _snapshot(sweep: Sweep, runs: Path) -> snapshot.Code:
     """The code that the runs of this sweep execute; later edits do not change it."""
     in_use = queued(runs) or any(held(RunFolder(folder_of(one, runs)).lease) for one in sweep.runs)
     notebooks = [one.notebook for one in sweep.runs]
-    return snapshot.take(sweep_folder(sweep.name, runs) / "code", notebooks, keep_others=in_use)
+    return snapshot.take(sweep_folder(sweep.name, runs) / "code", notebooks, runs, keep_others=in_use)
 
 
 @contextlib.contextmanager

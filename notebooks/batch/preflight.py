@@ -23,11 +23,14 @@ NEEDED_BYTES = 64 << 20  # free space for records, pages and executed notebooks
 _PLENTY = 40  # bytes of a corpus per token of one part: more than enough in any language
 
 
-def check_run(notebook: str | Path, values: dict[str, Any], *, named: bool = False) -> None:
+def check_run(
+    notebook: str | Path, values: dict[str, Any], *, named: bool = False, awaited: frozenset[str] = frozenset()
+) -> None:
     """Raise ValueError if a run of this notebook with these values would fail for a reason that is known now.
 
     Args:
         named: the user named this notebook on the command line, so that its cells may be executed.
+        awaited: files that are made before the run; the run itself checks the methods that read them.
     """
     path = notebook_path(notebook)
     if not named and not is_trusted(path, (FOLDER,)):
@@ -38,7 +41,7 @@ def check_run(notebook: str | Path, values: dict[str, Any], *, named: bool = Fal
 
         check_device(values["device"])
     if values.get("model_name"):
-        _check_model(values, list(_recipes(namespace.values())))
+        _check_model(values, list(_recipes(namespace.values())), awaited)
     for name, part in (("corpus", "calibration"), ("eval_corpus", "evaluation"), ("haystack", "evaluation")):
         if values.get(name):
             _check_text(name, part, values)
@@ -111,7 +114,7 @@ def _recipes(values: Iterable[Any]) -> Iterator[list[Any]]:
             yield from _recipes(value.recipes.values())
 
 
-def _check_model(values: dict[str, Any], recipes: list[list[Any]]) -> None:
+def _check_model(values: dict[str, Any], recipes: list[list[Any]], awaited: frozenset[str]) -> None:
     """Raise ValueError if the model does not exist, or a recipe does not fit the shapes of its weights."""
     import copy
 
@@ -125,6 +128,8 @@ def _check_model(values: dict[str, Any], recipes: list[list[Any]]) -> None:
     for recipe in recipes:
         shapes = copy.deepcopy(model)  # a check may split modules of the model
         for method in settle(recipe):
+            if awaited & {value for value in vars(method).values() if isinstance(value, str)}:
+                continue
             # A check that reads weights, or runs a block, cannot be made here; the run makes it before any work.
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 method.check(shapes)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from eval.machine.checkout import checkout
 from eval.record.manifest import file_sha256
+from notebooks.batch.sweep.files import LINK
 from notebooks.study.identity import ROOT, packages_code
 from notebooks.study.parameters import notebook_path
 
@@ -44,11 +45,12 @@ def current() -> Code:
     return Code(str(ROOT), packages_code(), _commit())
 
 
-def take(folder: Path, notebooks: Iterable[str | Path], *, keep_others: bool = False) -> Code:
+def take(folder: Path, notebooks: Iterable[str | Path], runs: Path, *, keep_others: bool = False) -> Code:
     """Copy the packages, and notebooks that lie elsewhere, into a folder named by their content.
 
     Args:
         folder: for snapshots of this sweep; earlier ones in it are removed.
+        runs: the folder of runs, which recipes reach as `runs` (`sweep.files.LINK`).
         keep_others: keep earlier snapshots, because another process may be running them.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,6 +64,7 @@ def take(folder: Path, notebooks: Iterable[str | Path], *, keep_others: bool = F
                 shutil.copy2(original, _foreign(part, original))
         root = folder / _content(part)
         if not root.is_dir():
+            (part / LINK).symlink_to(runs.absolute(), target_is_directory=True)
             os.rename(part, root)
     finally:
         shutil.rmtree(part, ignore_errors=True)

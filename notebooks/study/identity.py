@@ -191,14 +191,15 @@ def _tasks(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Tasks of lm-eval by their settings and the content of their data."""
     if not values.get("tasks") or "task_path" not in values:
         return []
-    return _tasks_of(tuple(values["tasks"]), values["task_path"])
+    return _tasks_of(tuple(values["tasks"]), values["task_path"], max(values.get("few_shot", -1), 0))
 
 
 @cache
-def _tasks_of(names: tuple[str, ...], task_path: str) -> list[tuple[str, str]]:
-    from eval.tasks.task_files import find_tasks
+def _tasks_of(names: tuple[str, ...], task_path: str, examples: int) -> list[tuple[str, str]]:
+    from eval.tasks.task_files import check_names, find_tasks
 
-    return [(task.name, task.identity) for task in find_tasks(names, task_path)[0]]
+    check_names(names, task_path, examples)  # says which data are missing, where the catalogue would say less
+    return [(task.name, task.identity) for task in find_tasks(names, task_path, examples)[0]]
 
 
 def _sha(content: Any) -> str:

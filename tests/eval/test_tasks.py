@@ -680,12 +680,34 @@ def test_data_are_found_from_any_folder(folder, monkeypatch, tmp_path):
         check_tasks(["hellaswag"])
 
 
+def test_lm_evals_own_task_reads_the_rows_of_the_local_data_sets(folder, monkeypatch, tmp_path):
+    from datasets import Dataset
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("WORKBENCH_DATA", str(tmp_path / "data"))
+    file = tmp_path / "data" / "piqa" / "validation.parquet"
+    file.parent.mkdir(parents=True)
+    rows = [{"goal": f"goal {i}", "sol1": "left", "sol2": "right", "label": i % 2} for i in range(3)]
+    Dataset.from_list(rows).to_parquet(file)
+    check_tasks(["piqa"], task_path=str(folder))
+    (found,), _ = task_files.find_tasks(["piqa"], str(folder))
+    task = found.build()
+    assert [task.doc_to_text(doc) for doc in task.eval_docs] == [f"Question: goal {i}\nAnswer:" for i in range(3)]
+    assert task.doc_to_choice(rows[0]) == ["left", "right"] and task.doc_to_target(rows[1]) == 1
+    Dataset.from_list(rows[:2]).to_parquet(file)
+    assert task_files.find_tasks(["piqa"], str(folder))[0][0].identity != found.identity
+    refused(["piqa"], "'piqa' needs .* from the hub", task_path=str(folder), num_fewshot=2)  # of the training split
+
+
 def test_the_hubs_tasks_need_a_network(folder, monkeypatch, tmp_path):
     import datasets
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("WORKBENCH_DATA", str(tmp_path / "none"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
     refused(["piqa"], "'piqa' needs .*piqa from the hub, which cannot be reached", task_path=str(folder))
+    refused(["piqa"], "put the rows, as piqa/validation.parquet, into the folder that WORKBENCH_DATA names .*none")
+    refused(["mine_local"], "'mine_local' is neither among task files .*none, see WORKBENCH_DATA")
     refused(["choice", "mmlu"], "'mmlu' needs data from the hub", task_path=str(folder))
     mine = yaml.safe_load((folder / "choice.yaml").read_text()) | {
         "task": "far",
@@ -706,6 +728,7 @@ def test_no_connection_is_as_good_as_offline(folder, monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hub, "getproxies", dict)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("WORKBENCH_DATA", str(tmp_path / "none"))
     refused(["piqa"], "which cannot be reached", task_path=str(folder))
 
 

@@ -146,7 +146,7 @@ def test_what_slurm_is_asked_for_is_what_the_sweep_says(sweep, runs, cluster, mo
 def test_a_resumed_sweep_keeps_the_code_of_jobs_that_are_queued(result, sweep, runs, monkeypatch):
     """A driver that was killed has left a job, which holds no lease before it starts."""
     path, job = sweep(grid={"number": [1]}), runs / ".slurm" / "20261126-1" / "7_0"
-    before = snapshot.take(runs / "sweeps" / "s" / "code", ["gptq"])
+    before = snapshot.take(runs / "sweeps" / "s" / "code", ["gptq"], runs)
     job.mkdir(parents=True)
     (job / "7_0_submitted.pkl").touch()
     if result:

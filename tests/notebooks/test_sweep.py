@@ -11,7 +11,7 @@ from compress.inputs import hub
 from compress.inputs import model as models
 from eval.record.schema import read_record
 from kernels.support import source
-from notebooks.batch.plan import plan
+from notebooks.batch.plan import plan, run_sweep
 from notebooks.batch.sweep import MOST, SWEEPS, is_sweep, read_sweep, single
 from notebooks.study import identity as identities
 from notebooks.study.identity import identity, key_of, run_key
@@ -382,3 +382,60 @@ def test_messages_are_short_however_long_the_values_are(sweep):
         assert len(str(caught.value)) < 20_000
     shared = "base: &b {number: 1, seconds: 0.0}\nruns:\n- {notebook: trivial.ipynb, base: *b}"
     assert read_sweep(sweep(text=shared)).runs[0].values["number"] == 1, "an alias alone is no harm"
+
+
+# Files that are made before the runs
+
+
+MIX = {"path": "runs/b.safetensors", "command": "compress.kv.learned.mix runs/a.safetensors"}
+
+
+@pytest.mark.parametrize(
+    "files, told",
+    [
+        ([{"path": "b.safetensors", "command": MIX["command"]}], "`path` (='b.safetensors') of `files`"),
+        ([{"path": "runs/../b", "command": MIX["command"]}], "must begin with runs/"),
+        ([{"path": "runs/b", "command": "os.system"}], "must be a module of the package compress"),
+        ([{"path": "runs/b"}], "`files` of s.yml must be a list of mappings of `path` and `command`"),
+    ],
+)
+def test_files_of_a_sweep_are_below_its_runs_and_made_by_our_modules(files, told, sweep):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        read_sweep(sweep(files=files))
+
+
+def test_a_recipe_may_read_a_file_that_its_sweep_makes(sweep, tmp_path):
+    text = """
+        files: [{path: runs/b.safetensors, command: compress.commands.train_kvzap --model tiny}]
+        runs: [{notebook: kv_eviction, base: {model_name: tiny, recipe: "kvzap(path='runs/FILE')", speed_contexts: []}}]
+        """
+    planned = plan(sweep(text=text.replace("FILE", "b.safetensors")), runs=tmp_path / "runs")
+    assert "made first: python -m compress.commands.train_kvzap --model tiny --out runs/b.safetensors" in str(planned)
+    with pytest.raises(ValueError, match="other.safetensors"):
+        plan(sweep(text=text.replace("FILE", "other.safetensors")), runs=tmp_path / "runs")
+
+
+@pytest.mark.long
+def test_files_are_made_before_the_runs_that_read_them(sweep, tmp_path, capfd):
+    import torch
+
+    from compress.kv.learned.networks import Scorer, write
+
+    runs = tmp_path / "elsewhere"
+    runs.mkdir()
+    write({0: Scorer(*map(torch.ones, (4, 4, (4, 2), 2, (2, 1), 1)))}, runs / "a.safetensors")
+    path = sweep(files=[MIX], base={"does": "assert Path('runs/b.safetensors').is_file()"})
+    (outcome,) = run_sweep(path, runs=runs)
+    assert outcome.status == "finished", outcome.failure
+    assert "making runs/b.safetensors: python -m compress.kv.learned.mix" in capfd.readouterr().out
+    assert "made first" not in str(plan(path, runs=runs, force=True)), "it is there"
+
+
+def test_a_command_that_fails_leaves_no_file_and_starts_no_run(sweep, tmp_path):
+    class Never:
+        def run(self, jobs, stop):
+            raise AssertionError("a run was started")
+
+    with pytest.raises(ValueError, match=r"`files`: python -m compress\.nowhere --out runs/b ended with exit status 1"):
+        run_sweep(sweep(files=[{"path": "runs/b", "command": "compress.nowhere"}]), runs=tmp_path / "r", engine=Never())
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["sweeps"]

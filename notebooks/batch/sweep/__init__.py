@@ -4,6 +4,7 @@
     description: What is asked of it.
     gpus: 2                            # that each run has, where its device is a GPU; one by default
     slurm: {partition: gpu, time_min: 600, cpus: 16, memory_gb: 128}   # of `--engine slurm` alone: SlurmOptions
+    files: [{path: runs/x.safetensors, command: compress.commands.train_costs}]   # made before the runs: MadeFile
     timeout_s: 3600                    # wall clock of a run; cell_timeout_s: of a cell
     base: {model_name: smollm2-135m}   # for every run of every notebook that has such parameters
     runs:
@@ -21,7 +22,6 @@ A sweep of one notebook may have `notebook`, `grid`, `list`, `include`, `exclude
 
 import difflib
 import math
-import re
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -31,6 +31,8 @@ import yaml
 
 from notebooks.batch.preflight import check_run
 from notebooks.batch.saved_model import check_save_path
+from notebooks.batch.sweep.files import MadeFile, files_of
+from notebooks.batch.sweep.loader import Loader
 from notebooks.batch.sweep.resources import SlurmOptions, check_gpus
 from notebooks.study.identity import identity, key_of
 from notebooks.study.parameters import (
@@ -48,10 +50,9 @@ from notebooks.study.places import check_run_path
 
 SWEEPS = FOLDER / "sweeps"
 _GROUP = ("notebook", "base", "grid", "list", "include", "exclude", "gpus", "expected_s")
-_TOP = ("title", "description", "timeout_s", "cell_timeout_s", "gpus", "slurm", "base", "runs")
+_TOP = ("title", "description", "timeout_s", "cell_timeout_s", "gpus", "slurm", "files", "base", "runs")
 MOST = 10_000  # runs of a sweep: more are a mistake in the grid
 MOST_BYTES = 1 << 20  # of a sweep's file
-MOST_ALIASED = 100_000  # values that aliases may add to those of the file
 MOST_PROBLEMS = 50  # that one message lists
 
 
@@ -81,52 +82,7 @@ class Sweep:
     source: str = ""  # its text, and the file
     file: str = ""
     slurm: SlurmOptions = SlurmOptions()  # resources of each run
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML with stricter rules: a key written twice is refused, as are aliases that multiply, and 1e-3 is a number."""
-
-    def __init__(self, text: str):
-        super().__init__(text)
-        self._most = len(text) + MOST_ALIASED
-
-    def get_single_node(self) -> yaml.Node | None:
-        node = super().get_single_node()
-        if node is not None:
-            self._count(node, {})
-        return node
-
-    def _count(self, node: yaml.Node, counts: dict[int, int]) -> int:
-        """The number of values for which a node stands, with every alias written out."""
-        if id(node) in counts:
-            return counts[id(node)]
-        counts[id(node)] = self._most  # until it is known: a node that holds itself stands for too many
-        inside = () if isinstance(node, yaml.ScalarNode) else node.value
-        if isinstance(node, yaml.MappingNode):
-            inside = [one for pair in inside for one in pair]
-        whole = 1 + sum(self._count(one, counts) for one in inside)
-        if whole > self._most:
-            said = f"with its aliases it stands for more than {self._most:,} values"
-            raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
-        counts[id(node)] = whole
-        return whole
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key in (self.construct_object(key, deep=True) for key, _ in node.value):
-            if not isinstance(key, str):
-                said = f"the key {short_repr(key)} must be text"
-                raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
-            if key in seen:
-                said = f"`{bounded(key, 100)}` is there twice"
-                raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
-)
+    files: tuple[MadeFile, ...] = ()  # made before the runs
 
 
 def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) -> Sweep:
@@ -148,7 +104,7 @@ def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) 
         )
     try:
         text = path.read_text(encoding="utf-8")
-        made = yaml.load(text, _Loader)
+        made = yaml.load(text, Loader)
     except RecursionError as error:
         raise ValueError(f"`sweep` (={str(where)!r}) cannot be read: it is nested too deeply") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -170,6 +126,7 @@ def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) 
             "cell_timeout_s": int,
             "gpus": int,
             "slurm": dict,
+            "files": list,
             "base": dict,
         },
         path.name,
@@ -182,7 +139,10 @@ def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) 
             )
     if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
         raise ValueError(f"`runs` of {path.name} must be a list of mappings, each with a `notebook`")
-    runs, problems = _resolved(groups, made.get("base") or {}, path, place or path.absolute().parent, made.get("gpus"))
+    files = files_of(made.get("files"), path.name)
+    runs, problems = _resolved(
+        groups, made.get("base") or {}, path, place or path.absolute().parent, made.get("gpus"), files
+    )
     if problems:
         listed = [bounded(problem) for problem in problems[:MOST_PROBLEMS]]
         listed += [f"and {len(problems) - MOST_PROBLEMS:,} more"] if len(problems) > MOST_PROBLEMS else []
@@ -199,6 +159,7 @@ def read_sweep(where: str | Path, *, name: str = "", place: Path | None = None) 
         text,
         str(path.absolute()),
         SlurmOptions.of(made.get("slurm") or {}),
+        files,
     )
 
 
@@ -266,7 +227,12 @@ def _writes_record(notebook: str | Path) -> dict[str, Parameter]:
 
 
 def _resolved(
-    groups: list[dict[str, Any]], base: dict[str, Any], path: Path, place: Path, gpus: int | None = None
+    groups: list[dict[str, Any]],
+    base: dict[str, Any],
+    path: Path,
+    place: Path,
+    gpus: int | None = None,
+    files: tuple[MadeFile, ...] = (),
 ) -> tuple[list[Planned], list[str]]:
     runs: dict[str, Planned] = {}
     problems: dict[str, None] = {}
@@ -308,7 +274,7 @@ def _resolved(
                     {name: from_here(name, value, place) for name, value in given.items()}, declared
                 )
                 check_run_path(values["run_path"])
-                check_run(book, values)
+                check_run(book, values, awaited=frozenset(file.path for file in files))
                 parts = identity(book, values)
                 key = key_of(book, values, parts)
                 check_save_path(values, key)
