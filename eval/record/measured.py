@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from eval.record.noise import Load
+
 Interval = tuple[float, ...]  # (low, high), or (value, low, high)
 
 
@@ -139,6 +141,8 @@ class GridRow:
 class SpeedGrid:
     settings: Settings
     rows: tuple[GridRow, ...]
+    spread: dict[str, float]
+    load: Load | None
 
 
 @dataclass(frozen=True)
@@ -215,6 +219,8 @@ class CacheSpeed:
     attention_speedup: dict[str, dict[int, float]]
     execution: dict[str, str]
     settings: Settings
+    spread: dict[str, float]
+    load: Load | None
 
     def decode_ratio(self, name: str, baseline: str) -> tuple[int, float | None] | None:
         """The longest context of a variant, and its decode speed there over that of the baseline."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.record.measured import Bench, Cache, Cost, Generation, Interval, Measure, Sample, Settings, SpeedGrid, Tasks
+from eval.record.noise import Load
 from eval.record.reading import row
 
 Scores = dict[str, float]  # metric: value; the standard error of m is m_stderr
@@ -191,6 +192,8 @@ class SpeedRow:
     memory_limit_tokens_per_s: float | None
     step_tokens_per_s: float | None
     step_quartiles: Interval
+    spread: dict[str, float]
+    load: Load | None
 
 
 @dataclass(frozen=True)

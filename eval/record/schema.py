@@ -21,7 +21,8 @@ Its shape (more keys are welcome, these keep their names):
                  were scored, but not timed, with {} replaced by each of these values
     kept         [{name, shape, bytes, reason}]
     scores       {baseline: {metric: value}, compressed: {...}, rtn: {...}, ...}   the standard error of m is m_stderr
-    speed        {variant: {...}}
+    speed        {variant: {...}}                       spread: {decode, step, prefill}, the relative difference that
+                 chance makes, from one model timed twice; load: what else used the processor (`eval.record.noise`)
     samples      [{prompt, texts, first_difference}]
     notes        [necessary information for readers: emulated parts, measurements that were not possible, and reasons]
     kernels      {op: implementation that ran}

@@ -20,10 +20,12 @@ from tqdm.auto import tqdm
 from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from eval.machine.load import LoadMeter
+from eval.record.noise import Load
 from eval.speed.device_lock import undisturbed
 from eval.speed.packing import Packing
 from eval.speed.regional import NotRegional, Step, compile_regional
-from eval.speed.speed import quartiles
+from eval.speed.speed import quartiles, spreads
 from eval.speed.work import config_of_layer, head_width
 from kernels.clock import clock
 from kernels.huge_pages import in_huge_pages
@@ -36,6 +38,7 @@ from kernels.support.errors import first_line
 
 FULL = "full"
 SDPA = "full, torch SDPA"
+REPEATS = 2  # rounds at each context in which the full cache is timed twice, so that noise is known
 
 
 class Slab(Protocol):
@@ -66,6 +69,8 @@ class CacheSpeed:
         execution: {variant: native step, compiled or eager, with the reason}.
         kernels: {op: implementations that ran}.
         settings: new_tokens, rounds, batch, dtype.
+        spread: for decode and attention, the relative difference that chance makes, from the full cache, which is timed
+            twice in the first rounds of every context. load: what else used the processor.
     """
 
     tokens_per_s: dict[str, dict[int, tuple[float, float, float]]] = field(default_factory=dict)
@@ -73,6 +78,8 @@ class CacheSpeed:
     execution: dict[str, str] = field(default_factory=dict)
     kernels: dict[str, list[str]] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=dict)
+    load: Load = field(default_factory=Load)
 
     def _repr_html_(self) -> str:
         contexts = list(next(iter(self.attention_s.values())))
@@ -130,34 +137,68 @@ def measure_cache_speed(
             "dtype": str(model.dtype).removeprefix("torch."),
         }
     )
-    caches, steps, packing = {}, {}, Packing()
+    made, packing = _Made(model, {}, {}, new_tokens), Packing()
     in_huge_pages([*model.parameters(), *model.buffers()])
     progress = tqdm(
         total=len(variants) + len(contexts) * rounds * (2 * len(variants) + 1), desc="cache speed", unit="run"
     )
+    twice: dict[str, list[float]] = {"decode": [], "attention": []}
     with undisturbed(model.device), recording() as kernels:
         for name, make in variants.items():
             progress.set_postfix_str(f"{name}: making ready")
-            caches[name] = make()
-            steps[name], speed.execution[name] = _step(model, caches[name], contexts[0], packing)
+            made.caches[name] = make()
+            made.steps[name], speed.execution[name] = _step(model, made.caches[name], contexts[0], packing)
             progress.update()
-        for context in contexts:
-            timed: dict[str, list[float]] = {name: [] for name in variants}
-            alone: dict[str, list[float]] = {name: [] for name in (*variants, SDPA)}
-            for _ in range(rounds):
-                for name in variants:
-                    progress.set_postfix_str(f"{name} behind {context} tokens")
-                    timed[name].append(1 / _decode(steps[name], caches[name], context, new_tokens, model.device))
-                    alone[name].append(_attention(model, caches[name].at(context), _as_it_reads))
-                    progress.update(2)
-                alone[SDPA].append(_attention(model, caches[FULL].at(context), _by_sdpa))
-                progress.update()
-            for found, into in ((timed, speed.tokens_per_s), (alone, speed.attention_s)):
-                for name, values in found.items():
-                    into.setdefault(name, {})[context] = (statistics.median(values), *quartiles(values))
+        with LoadMeter() as meter:
+            for context in contexts:
+                timed, alone = _in_turns(made, context, rounds, twice, progress)
+                meter.look()
+                for found, into in ((timed, speed.tokens_per_s), (alone, speed.attention_s)):
+                    for name, values in found.items():
+                        into.setdefault(name, {})[context] = (statistics.median(values), *quartiles(values))
     progress.close()
     speed.kernels = {op: sorted(used) for op, used in kernels.items()}
+    speed.spread, speed.load = spreads(twice, rounds), meter.load
     return speed
+
+
+@dataclass
+class _Made:
+    """The prepared caches and steps of a model, by variant."""
+
+    model: nn.Module
+    caches: dict[str, TimedCache]
+    steps: dict[str, Step]
+    new_tokens: int
+
+    def times(self, name: str, context: int) -> tuple[float, float]:
+        """Tokens per second of the whole model, and seconds of its attention alone."""
+        cache, device = self.caches[name], self.model.device
+        speed = 1 / _decode(self.steps[name], cache, context, self.new_tokens, device)
+        return speed, _attention(self.model, cache.at(context), _as_it_reads)
+
+
+def _in_turns(
+    made: _Made, context: int, rounds: int, twice: dict[str, list[float]], progress: tqdm
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Tokens per second and seconds of attention of every variant behind a context, a number for each round. The ratios
+    of the full cache's two timings in a turn go into `twice`."""
+    timed: dict[str, list[float]] = {name: [] for name in made.caches}
+    alone: dict[str, list[float]] = {name: [] for name in (*made.caches, SDPA)}
+    for turn in range(rounds):
+        for name in made.caches:
+            progress.set_postfix_str(f"{name} behind {context} tokens")
+            whole, attention = made.times(name, context)
+            timed[name].append(whole)
+            alone[name].append(attention)
+            progress.update(2)
+        alone[SDPA].append(_attention(made.model, made.caches[FULL].at(context), _by_sdpa))
+        progress.update()
+        if turn < REPEATS:
+            again = made.times(FULL, context)
+            for phase, first, second in zip(twice, (timed[FULL][-1], alone[FULL][-1]), again, strict=True):
+                twice[phase].append(first / second)
+    return timed, alone
 
 
 def _native(model: nn.Module, cache: TimedCache, context: int) -> Step:

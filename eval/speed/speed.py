@@ -22,7 +22,9 @@ from tqdm.auto import tqdm
 from transformers import StaticCache
 from transformers.generation.streamers import BaseStreamer
 
+from eval.machine.load import LoadMeter
 from eval.machine.memory import return_freed_memory
+from eval.record.noise import Load, spread
 from eval.speed.attention import fast_attention
 from eval.speed.device_lock import undisturbed
 from eval.speed.packing import Packing
@@ -53,7 +55,9 @@ class Speed:
     decode is what `model.generate` reaches, greedily, from one token to the next; step is the decoding step alone, in a
     loop of its own. dtype and execution of the step (compiled or eager, with the reason); kernels: {op: implementations
     that ran}; memory_limit: the decode speed if a step took no longer than reading the weights and the cache once, at
-    the rate at which this machine reads memory.
+    the rate at which this machine reads memory. spread: for decode, step and prefill, the relative difference that
+    chance makes, from the first variant, which is timed twice in every turn (`eval.record.noise.spread`); load: what
+    else used the processor meanwhile.
     """
 
     decode_tokens_per_s: float
@@ -68,6 +72,8 @@ class Speed:
     memory_limit_tokens_per_s: float | None = None
     step_tokens_per_s: float | None = None
     step_quartiles: tuple[float, ...] = ()
+    spread: dict[str, float] = field(default_factory=dict)
+    load: Load = field(default_factory=Load)
 
 
 @dataclass
@@ -91,10 +97,12 @@ class Variant:
     ttft_s: list[float] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)  # of the step alone
     written_s: list[float] = field(default_factory=list)  # of `generate`
+    twice: dict[str, list[float]] = field(default_factory=dict)  # ratios of its two timings in a turn, by phase
     bytes_a_step: float | None = None  # bytes of weights and cache read per decoded token
     kernels: dict[str, set[str]] = field(default_factory=dict)
 
 
+PHASES = ("prefill", "step", "decode")
 PLAIN = ("bfloat16", "float32")  # variants of the baseline as run by plain transformers
 ROOM = 1.5  # free memory needed for another variant, as a multiple of the largest variant's so far
 
@@ -135,7 +143,7 @@ def contestants(models: Mapping[str, nn.Module], compiled: bool = True) -> dict[
 def measure_speed(
     variants: dict[str, Variant], *, prompt_tokens: int = 512, new_tokens: int = 32, rounds: int = 5, batch: int = 1
 ) -> dict[str, Speed]:
-    """Time every variant, round by round in turns, after warming each up.
+    """Time every variant, round by round in turns, after warming each up; the first one twice in each turn.
 
     If they do not all fit into memory at once, they are timed in groups, the first (the baseline) in every group.
 
@@ -155,8 +163,8 @@ def measure_speed(
     longest = min(positions(v.source) for v in variants.values())
     if prompt_tokens + new_tokens > longest:
         raise ValueError(f"`prompt_tokens` (={prompt_tokens}) + `new_tokens` (={new_tokens}) must be at most {longest}")
-    progress = tqdm(total=len(variants) * (rounds + 1), desc="speed", unit="run")
-    groups = 0
+    progress = tqdm(total=len(variants) * (rounds + 1) + rounds, desc="speed", unit="run")
+    groups, meter = 0, LoadMeter()
 
     def prepare(name: str, variant: Variant) -> None:
         progress.set_postfix_str(f"{name}: {'compiling' if variant.compiled else 'warming up'}")
@@ -167,12 +175,13 @@ def measure_speed(
     device = next(next(iter(variants.values())).source.parameters()).device
     with undisturbed(device):
         for held in in_groups(variants, prepare):
-            progress.total += rounds * (groups > 0)  # the first once more
+            progress.total += 2 * rounds * (groups > 0)  # the first once more
             groups += 1
-            in_turns(held, prompt_tokens, new_tokens, rounds, batch, progress)
+            in_turns(held, prompt_tokens, new_tokens, rounds, batch, progress, meter)
         bandwidth = read_bandwidth(device)
     progress.close()
-    return {name: _speed(variant, counts | {"groups": groups}, bandwidth) for name, variant in variants.items()}
+    noise = spreads(next(iter(variants.values())).twice, rounds), meter.load
+    return {name: _speed(variant, counts | {"groups": groups}, bandwidth, *noise) for name, variant in variants.items()}
 
 
 def positions(model: nn.Module) -> int:
@@ -200,17 +209,50 @@ def in_groups(variants: Mapping[str, Variant], prepare: Callable[[str, Variant],
 
 
 def in_turns(
-    held: Mapping[str, Variant], prompt_tokens: int, new_tokens: int, rounds: int, batch: int, progress: tqdm
+    held: Mapping[str, Variant],
+    prompt_tokens: int,
+    new_tokens: int,
+    rounds: int,
+    batch: int,
+    progress: tqdm,
+    meter: LoadMeter,
+    repeats: int | None = None,
 ) -> None:
-    """Time prepared variants, round by round; the results go into their `ttft_s`, `token_s` and `written_s`."""
-    for _ in range(rounds):
-        for name, variant in held.items():
-            progress.set_postfix_str(name)
-            ttft, tokens = _round(variant, prompt_tokens, new_tokens, batch)
-            variant.ttft_s.append(ttft)
-            variant.token_s.append(statistics.median(tokens))
-            variant.written_s.append(statistics.median(_written(variant, prompt_tokens, new_tokens, batch)))
-            progress.update()
+    """Time prepared variants, round by round; the results go into their `ttft_s`, `token_s` and `written_s`.
+
+    Args:
+        meter: measures the load of the machine meanwhile.
+        repeats: number of rounds in which the first variant is timed a second time, between others, so that noise is
+            known; the ratios go into its `twice`. None: all rounds.
+    """
+    first, size = next(iter(held.values())), (prompt_tokens, new_tokens, batch)
+    with meter:
+        for turn in range(rounds):
+            meter.look()
+            for place, (name, variant) in enumerate(held.items()):
+                progress.set_postfix_str(name)
+                times = _times(variant, *size)
+                for into, seconds in zip((variant.ttft_s, variant.token_s, variant.written_s), times, strict=True):
+                    into.append(seconds)
+                progress.update()
+                if place == len(held) // 2 and (repeats is None or turn < repeats):
+                    before = first.ttft_s[-1], first.token_s[-1], first.written_s[-1]
+                    for phase, one, again in zip(PHASES, before, _times(first, *size), strict=True):
+                        first.twice.setdefault(phase, []).append(one / again)
+                    progress.update()
+
+
+def _times(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int) -> tuple[float, float, float]:
+    """Seconds to the first token, of a step alone, and from one token of `generate` to the next."""
+    ttft, tokens = _round(variant, prompt_tokens, new_tokens, batch)
+    written = _written(variant, prompt_tokens, new_tokens, batch)
+    return ttft, statistics.median(tokens), statistics.median(written)
+
+
+def spreads(twice: Mapping[str, list[float]], rounds: int) -> dict[str, float]:
+    """The spread of every phase (`eval.record.noise.spread`) for medians over this number of rounds."""
+    found = {phase: spread(ratios, rounds) for phase, ratios in twice.items()}
+    return {phase: share for phase, share in found.items() if share is not None}
 
 
 def let_go(variant: Variant) -> None:
@@ -247,7 +289,7 @@ def _bytes_a_step(model: nn.Module, context: int, batch: int) -> float | None:
     return done.weight_bytes(batch) + done.cache_bytes(context, batch)
 
 
-def _speed(v: Variant, settings: dict[str, int], bandwidth: float) -> Speed:
+def _speed(v: Variant, settings: dict[str, int], bandwidth: float, spread_of: dict[str, float], load: Load) -> Speed:
     decode, step = ([settings["batch"] / s for s in seconds] for seconds in (v.written_s, v.token_s))
     prefill = [settings["batch"] * settings["prompt_tokens"] / s for s in v.ttft_s]
     return Speed(
@@ -263,6 +305,8 @@ def _speed(v: Variant, settings: dict[str, int], bandwidth: float) -> Speed:
         settings["batch"] * bandwidth / v.bytes_a_step if v.bytes_a_step else None,
         statistics.median(step),
         quartiles(step),
+        spread_of,
+        load,
     )
 
 

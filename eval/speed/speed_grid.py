@@ -8,7 +8,7 @@ If all are compiled, a cell in which one model cannot be compiled is measured ea
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from eval.machine.load import LoadMeter
+from eval.record.noise import Load
 from eval.speed.device_lock import timing_threads, undisturbed
 from eval.speed.speed import (
     Variant,
@@ -27,6 +29,7 @@ from eval.speed.speed import (
     make_ready,
     positions,
     quartiles,
+    spreads,
 )
 
 
@@ -40,10 +43,14 @@ class SpeedGrid:
             (of `generate`; all rows of the batch together), decode_quartiles, time_to_first_token_s, execution,
             prefill_ratio, decode_ratio}: medians over the rounds; the ratios are to the baseline's same cell in the
             same rounds, None of the baseline itself.
+        spread: for decode and prefill, the relative difference that chance makes, from the baseline, which is timed
+            twice in the first round of every cell. load: what else used the processor.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    spread: dict[str, float] = field(default_factory=dict)
+    load: Load = field(default_factory=Load)
 
     @property
     def metrics(self) -> dict[str, dict[str, float]]:
@@ -56,7 +63,7 @@ class SpeedGrid:
 
     def found(self) -> dict[str, Any]:
         """All results as JSON, in the form of the record's entry `speed_grid`."""
-        return {"settings": self.settings, "rows": self.rows}
+        return {"settings": self.settings, "rows": self.rows, "spread": self.spread, "load": asdict(self.load)}
 
     def _repr_html_(self) -> str:
         cells = list(dict.fromkeys((row["batch"], row["prompt_tokens"]) for row in self.rows))
@@ -132,7 +139,7 @@ def measure_speed_grid(
     device = next(models["baseline"].parameters()).device
     variants = contestants(models, compiled=device.type == "cuda" if compiled is None else compiled)
     cells = [(batch, prompt) for prompt in prompts for batch in batches]
-    progress = tqdm(total=len(variants) * len(cells) * (rounds + 1), desc="speed grid", unit="run")
+    progress = tqdm(total=len(variants) * len(cells) * (rounds + 1) + len(cells), desc="speed grid", unit="run")
     eager: dict[str, nn.Module] = {}
 
     def prepare(name: str, variant: Variant) -> None:
@@ -142,12 +149,12 @@ def measure_speed_grid(
             variant.model = eager[name]
 
     grid = SpeedGrid()
-    groups = 0
+    groups, meter = 0, LoadMeter()
     with undisturbed(device):
         for held in in_groups(variants, prepare):
             for batch, prompt in cells:
                 _ready(held, eager, batch, prompt, new_tokens, progress)
-                in_turns(held, prompt, new_tokens, rounds, batch, progress)
+                in_turns(held, prompt, new_tokens, rounds, batch, progress, meter, repeats=1)
                 grid.rows += [
                     row for row in _rows(held, batch, prompt, new_tokens) if not groups or row["model"] != "baseline"
                 ]
@@ -158,6 +165,7 @@ def measure_speed_grid(
             for name in held.keys() - {"baseline"}:
                 del eager[name]
     progress.close()
+    grid.spread, grid.load = spreads(variants["baseline"].twice, rounds), meter.load
     grid.settings = {
         "batches": list(batches),
         "prompts": list(prompts),

@@ -7,6 +7,7 @@ import torch
 from transformers import StaticCache
 
 from compress import METHODS, apply
+from eval.record.noise import spread
 from eval.speed import attention, speed
 from eval.speed.attention import fast_attention
 from eval.speed.speed import Variant, _round, measure_speed, standard_variants
@@ -117,6 +118,26 @@ def test_variants_run_in_turns_and_name_their_kernels(tiny):
             (one.decode_quartiles, one.decode_tokens_per_s), (one.step_quartiles, one.step_tokens_per_s),
         ):  # fmt: skip
             assert 0 < low <= median <= high and one.time_to_first_token_s > 0
+
+
+def test_the_first_variant_is_timed_twice_in_every_turn(tiny, monkeypatch):
+    """The same object again, between the others: no copy is made."""
+    models = [tiny("llama", num_hidden_layers=1) for _ in range(3)]
+    variants = {name: Variant(one, compiled=False) for name, one in zip("abc", models, strict=True)}
+    turns, seconds = [], iter([1.0, 1.0, 1.02, 1.0] * 3)
+
+    def times(variant, *_):
+        turns.append(variant)
+        return (next(seconds), 0.5, 0.25)
+
+    monkeypatch.setattr(speed, "_times", times)
+    found = measure_speed(variants, prompt_tokens=4, new_tokens=2, rounds=3)
+    a, b, c = variants.values()
+    assert turns == [a, b, a, c] * 3
+    assert [len(one.ttft_s) for one in (a, b, c)] == [3, 3, 3], "the second timing is not among the results"
+    for one in found.values():
+        assert one.spread == {"prefill": pytest.approx(spread([1 / 1.02] * 3, 3)), "step": 0.0, "decode": 0.0}
+        assert 0 <= one.load.others <= 1.01 and one.load.seconds >= 0
 
 
 @pytest.mark.slow

@@ -70,8 +70,11 @@ def test_every_cell_holds_every_model_against_the_baseline(tiny, timed):
         assert (row["decode_ratio"], row["prefill_ratio"]) == (
             (None, None) if name == "baseline" else pytest.approx((2, 2))
         )
-    rounds = [call for call in asked if call[1:] == (4, 16)][-8::2]
-    assert [name for name, *_ in rounds] == ["baseline", "fast"] * 2, "in turns; the step, and then `generate`"
+    rounds = [call for call in asked if call[1:] == (4, 16)][-10::2]
+    assert [name for name, *_ in rounds] == ["baseline", "fast", "baseline", "baseline", "fast"], (
+        "in turns, each time the step and then `generate`; the baseline once more in the first round"
+    )
+    assert grid.spread == {"prefill": 0.0, "step": 0.0, "decode": 0.0}, "this clock has no noise"
     assert grid.metrics["fast"]["decode_tokens_per_s_b4_p16"] == pytest.approx(200)
     assert json.loads(json.dumps(grid.found())) == grid.found() and grid.found()["settings"]["rounds"] == 2
     assert "batch 4, prompt 16" in grid._repr_html_() and "(2.00×)" in grid._repr_html_()

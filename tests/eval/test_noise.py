@@ -1,0 +1,75 @@
+"""The rule of noise, and the load of the machine while something is timed."""
+
+import multiprocessing
+import random
+import statistics
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from eval.machine.load import LoadMeter
+from eval.record.noise import Load, spread
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 5, 12])
+def test_chance_alone_exceeds_the_spread_about_once_in_twenty_times(rounds):
+    """Three timings of one model per turn: two are the pair, and the third is compared with the first as if it were
+    another model."""
+    chance, exceeded, trials = random.Random(0), 0, 1500
+    for _ in range(trials):
+        turns = [[chance.lognormvariate(0.0, 0.03) for _ in range(3)] for _ in range(rounds)]
+        limit = spread([first / again for first, again, _ in turns], rounds)
+        ratio = statistics.median(t[2] for t in turns) / statistics.median(t[0] for t in turns)
+        exceeded += max(ratio, 1 / ratio) > 1 + limit
+    assert 0.02 < exceeded / trials < 0.09
+
+
+def test_a_spread_needs_a_pair():
+    assert spread([], 5) is None and spread([0.0, float("nan")], 5) is None
+    assert spread([1.0, 1.0], 5) == 0.0 and spread([1.02] * 5, 5) == pytest.approx(spread([1 / 1.02] * 5, 5))
+    assert spread([1e300], 1) > 1e100, "no overflow"
+
+
+def _spin(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def test_load_is_that_of_other_processes():
+    """Shares of the cores' time: this process's own work does not count."""
+    other = multiprocessing.get_context("spawn").Process(target=_spin, args=(60.0,), daemon=True)
+    other.start()
+    before = psutil.cpu_count()
+    try:
+        while psutil.Process(other.pid).cpu_times().user < 0.3:
+            time.sleep(0.05)
+        with LoadMeter() as meter:
+            time.sleep(0.5)
+    finally:
+        other.kill()
+    assert meter.load.others > 0.2 / before and meter.load.seconds == pytest.approx(0.5, abs=0.3)
+    assert LoadMeter().load == Load(), "nothing was timed"
+
+
+def test_the_shares_of_load_are_counted_from_the_times_of_the_system(monkeypatch):
+    """Two cores for ten seconds, of which this process used six, others four, and another machine one."""
+    states = iter(
+        [
+            [SimpleNamespace(user=100.0, system=5.0, steal=1.0), SimpleNamespace(user=50.0, system=5.0, steal=0.0)],
+            [SimpleNamespace(user=106.0, system=6.0, steal=1.0), SimpleNamespace(user=52.0, system=6.0, steal=1.0)],
+        ]
+    )
+    monkeypatch.setattr("eval.machine.load._cores", lambda: [0, 1])
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: next(states))
+    for clock, (begin, end) in {"perf_counter": (20.0, 30.0), "process_time": (3.0, 9.0)}.items():
+        ticks = iter((begin, end))
+        monkeypatch.setattr(time, clock, lambda ticks=ticks: next(ticks))
+    monkeypatch.setattr(
+        psutil, "cpu_freq", lambda percpu: [SimpleNamespace(current=2000.0), SimpleNamespace(current=2600.0)]
+    )
+    with LoadMeter() as meter:
+        pass
+    assert meter.load == Load(others=0.2, stolen=0.05, mhz_low=2000.0, mhz_high=2600.0, seconds=10.0)
