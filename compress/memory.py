@@ -36,7 +36,6 @@ from compress.formats.scales import INTEGERS, SHIFTS, SUPER_BLOCK, TILES
 from compress.formats.ternary.weight import expected_bits
 from compress.linear import is_linear
 from compress.method import Method
-from compress.recipe import Recipe, methods_of
 from compress.records import Usage
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import micro_batches
@@ -67,14 +66,19 @@ def bytes_of(size: int | str | None, parameter: str = "max_memory") -> int | Non
     return int(float(match[1]) * UNITS[match[2].lower()])
 
 
-def plan(recipe: Recipe, model: nn.Module, batches: Sequence[Tensor], max_memory: int | str | None = None) -> Usage:
-    """The predicted usage of this compression. Activations go to disk if they would not fit into `max_memory`.
+def predicted(
+    recipe: Sequence[Method], model: nn.Module, batches: Sequence[Tensor], max_memory: int | str | None = None
+) -> Usage:
+    """The predicted usage of a compression. Activations go to disk if they would not fit into `max_memory`.
+
+    Args:
+        recipe: the methods, settled.
 
     Raises:
         ValueError: it needs more than `max_memory`, or more than is free on the disk; the message says what would fit.
     """
     limit = bytes_of(max_memory)
-    case = _Case.of(methods_of(recipe), model, batches)
+    case = _Case.of(recipe, model, batches)
     cases = {"memory": case, "disk": dataclasses.replace(case, activations="disk")}
     where = next((name for name, one in cases.items() if limit is None or one.peak() <= limit), None)
     if where is None:

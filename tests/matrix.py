@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from compress.apply import code_sha256
+from compress.walk.identity import code_sha256
 from tests.architectures import ARCHITECTURES, LEFT_OUT
 from tests.columns import COLUMNS, Moot, Subject, Wrong
 

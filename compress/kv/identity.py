@@ -44,14 +44,16 @@ def check_identity(model: nn.Module, attached: Attached, *, turns: bool = False,
         attached: a context in which a model has a cache that keeps everything.
         turns: also refuse models whose keys are rotated in a way that is not known.
         planned: check a small model of the same configuration, if one can be built, and not the model itself. Models
-            whose weights are not in memory are always checked in this way.
+            whose weights are not in memory are checked in this way or not at all.
     """
-    planned = planned or any(p.is_meta for p in model.parameters())
+    away = any(p.is_meta for p in model.parameters())
+    planned = planned or away
     structure = [] if planned else map(_kind, model.modules())
     about = hash((type(model), str(model.dtype), model.config.to_json_string(), turns, planned, *structure))
     if about in _agreed:
         return
     checked = small_copy(model.config) if planned else model
+    checked = model if checked is None and not away else checked
     if checked is not None:
         _compare(checked, type(model).__name__, attached)
         if turns:

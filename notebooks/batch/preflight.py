@@ -116,24 +116,13 @@ def _recipes(values: Iterable[Any]) -> Iterator[list[Any]]:
 
 def _check_model(values: dict[str, Any], recipes: list[list[Any]], awaited: frozenset[str]) -> None:
     """Raise ValueError if the model does not exist, or a recipe does not fit the shapes of its weights."""
-    import copy
-
     from compress.inputs.skeleton import skeleton
-    from compress.kv.attach import check_attach
-    from compress.kv.policy import CacheMethod
-    from compress.method import settle
+    from compress.plan import check_recipe
     from eval.evaluate import check_evaluation
 
     model = skeleton(values["model_name"])
     for recipe in recipes:
-        shapes = copy.deepcopy(model)  # a check may split modules of the model
-        for method in settle(recipe):
-            if awaited & {value for value in vars(method).values() if isinstance(value, str)}:
-                continue
-            # A check that reads weights, or runs a block, cannot be made here; the run makes it before any work.
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                method.check(shapes)
-        check_attach(model, [method for method in settle(recipe) if isinstance(method, CacheMethod)])
+        check_recipe(recipe, model, outline=True, awaited=awaited)
     if "window" in values:
         counts = {name: values[name] for name in ("speed_rounds", "write_tokens") if name in values}
         check_evaluation(model, {}, window=values["window"], **counts)

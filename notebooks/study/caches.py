@@ -13,15 +13,15 @@ from torch import nn
 from transformers import Cache, PreTrainedTokenizerBase
 
 from compress import METHODS, Result
-from compress.apply import code_sha256
 from compress.inputs.corpus import load_text
 from compress.kv import Abreast, CompressedCache, attached, left_alone
 from compress.kv.policy import CacheMethod, Policy, Projecting, Storage
 from compress.kv.reading.method import Reading
 from compress.kv.static import MadeUpCache, check_timed, check_timed_model, decoder
 from compress.method import Method, settle
+from compress.plan import check_recipe
 from compress.recipe import parse_recipe, parse_recipes
-from compress.walk.identity import tokens_sha256, weights_sha256
+from compress.walk.identity import code_sha256, tokens_sha256, weights_sha256
 from eval.contexts.answers import LongContextScores
 from eval.contexts.haystack import NOISE, Sample, samples
 from eval.contexts.long_context import score_long_context
@@ -255,8 +255,7 @@ def check_caches(model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int
                 f"`{name}` (={list(values)}): {wrong[0]} must lie between 1 and {positions - 1}, the model's positions"
             )
     for methods in recipes.recipes.values():
-        for method in methods:
-            method.check(model)
+        check_recipe(methods, model)
     if contexts:
         check_timed_model(model)
     for name in recipes.timed if contexts else ():

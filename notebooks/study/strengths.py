@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from compress import Result, apply
-from compress.apply import code_sha256
 from compress.grammar import split_recipes
 from compress.linear import sharing_copy
 from compress.method import Method, settle
+from compress.plan import check_recipe
 from compress.recipe import parse_variants
-from compress.walk.identity import tokens_sha256, weights_sha256
+from compress.walk.identity import code_sha256, tokens_sha256, weights_sha256
 from eval.evaluate import score_text
 from eval.machine.size import size
 from eval.record.files import write_whole
@@ -87,8 +87,7 @@ def check_strengths(recipes: dict[str, list[tuple[str, list[Method]]]], model: n
     """Raise ValueError, before any work, if a recipe does not fit the model."""
     for line in recipes.values():
         for _, recipe in line:
-            for method in settle(recipe):
-                method.check(model)
+            check_recipe(recipe, model)
 
 
 def score_strengths(

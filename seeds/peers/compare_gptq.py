@@ -40,7 +40,7 @@ def prepare(folder: Path, name: str = "smollm2-135m") -> None:
 
 def ours(folder: Path) -> None:
     from compress import METHODS, apply, load_model
-    from compress.apply import compressed_linears
+    from compress.linear import compressed_linears
 
     model, _ = load_model(str(folder / "model"))
     batches = list(torch.load(folder / "calibration.pt")[:, None])
@@ -52,7 +52,7 @@ def ours(folder: Path) -> None:
 
 def rounding(folder: Path) -> None:
     from compress import METHODS, apply, load_model
-    from compress.apply import compressed_linears
+    from compress.linear import compressed_linears
 
     model, _ = load_model(str(folder / "model"))
     start = time.perf_counter()

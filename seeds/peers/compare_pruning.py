@@ -48,7 +48,7 @@ def prepare(folder: Path, options: argparse.Namespace) -> None:
 
 def ours(folder: Path, options: argparse.Namespace) -> None:
     from compress import apply, load_model
-    from compress.apply import compressed_linears
+    from compress.linear import compressed_linears
     from compress.recipe import parse_recipe
 
     for case in options.cases:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compress import METHODS, apply
-from compress.memory import bytes_of, plan
+from compress.memory import bytes_of, predicted
 from compress.recipe import parse_recipe
 from compress.walk.offload import named_tensors, put_on_disk
 
@@ -28,7 +28,7 @@ def test_the_prediction_follows_what_is_asked(tiny, tokens):
     few, many = tokens(4, 100), tokens(400, 100)
 
     def added(recipe: str, batches, of=model) -> int:
-        return plan(parse_recipe(recipe), of, batches).predicted_peak
+        return predicted(parse_recipe(recipe), of, batches).predicted_peak
 
     assert added(GPTQ, few) < added(GPTQ, many)
     assert added(GPTQ.replace(")", ", sequential=False)"), many) < added(GPTQ, many)
@@ -36,15 +36,15 @@ def test_the_prediction_follows_what_is_asked(tiny, tokens):
     assert added("flatquant", few) < added("flatquant(steps=1)", few)
     assert added("rotate(steps=1)", few) == added("rotate(steps=9)", few) < added("rotate(steps=1)", tokens(4, 200))
     on_disk = put_on_disk(tiny("llama"))
-    bits = [plan(parse_recipe(f"rtn(bits={b}, group_size=16)"), on_disk, ()).predicted_disk for b in (2, 4, 8)]
+    bits = [predicted(parse_recipe(f"rtn(bits={b}, group_size=16)"), on_disk, ()).predicted_disk for b in (2, 4, 8)]
     assert bits == sorted(bits) and bits[0] < bits[2]
-    assert plan(parse_recipe("rtn(group_size=16)"), model, ()).predicted_disk == 0
-    assert plan(parse_recipe("smoothquant"), on_disk, few).predicted_disk > bits[2]
+    assert predicted(parse_recipe("rtn(group_size=16)"), model, ()).predicted_disk == 0
+    assert predicted(parse_recipe("smoothquant"), on_disk, few).predicted_disk > bits[2]
 
 
 def test_what_does_not_fit_is_refused_before_any_work_with_what_would(tiny, tokens):
     model, batches = tiny("llama"), tokens(500, 100)
-    most, least = (plan(parse_recipe(r), model, batches).predicted_peak for r in (GPTQ, "rtn(group_size=16)"))
+    most, least = (predicted(parse_recipe(r), model, batches).predicted_peak for r in (GPTQ, "rtn(group_size=16)"))
     with pytest.raises(
         ValueError, match=r"`max_memory` \(=0.00 GB\): this compression needs .*; nothing less would do"
     ):

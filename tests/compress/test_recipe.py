@@ -12,8 +12,8 @@ from compress.checkpoint.fits import check_save_format
 from compress.formats import Dense
 from compress.kv import attach, attached
 from compress.linear import weight_of
-from compress.memory import plan
 from compress.method import Method, knob, settle
+from compress.plan import plan
 from compress.recipe import methods_of, parse_recipe, parse_recipes, parse_variants
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import Absmax, Rows
@@ -111,7 +111,7 @@ def test_a_recipe_is_a_recipe_in_every_form(form):
     assert result.recipe == [method] and result.layers and result.model is model
     (found,) = apply_each({"one": form}, model := tiny_model("llama")).values()
     assert found.recipe == [method]
-    assert plan(form, model, []).predicted_peak > 0
+    assert plan(form, model, []).usage.predicted_peak > 0
     check_save_format("gguf", form, model)
 
 

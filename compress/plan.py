@@ -1,0 +1,195 @@
+"""plan: a recipe, a model and calibration batches -> a compression of which everything is known before it begins.
+
+Whatever can be refused is refused here: a plan changes nothing of the model.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compress.inputs.model import check_device
+from compress.kv.attach import check_attach
+from compress.kv.policy import CacheMethod
+from compress.memory import predicted
+from compress.method import Method, settle
+from compress.recipe import Recipe, methods_of
+from compress.records import Usage
+from compress.result import check_finished
+from compress.walk.blocks import find_blocks
+from compress.walk.capture import check_runs, device_of
+from compress.walk.folds.folding import FoldingMethod
+from compress.walk.identity import model_identity, tokens_identity
+from compress.walk.layerwise import LayerwiseMethod
+from compress.walk.offload import is_offloaded
+from compress.walk.once.calibrated import check_calibrate
+from compress.walk.parallel.spawn import check_devices, process_count
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A compression that was checked and can begin; `compress.apply.run` runs it.
+
+    Attributes:
+        recipe: the methods, each with the knobs that the others settle.
+        asked: the methods as the user gave them.
+        model, batches, work_path, calibrate: as `plan` was given them.
+        device: where to compute; "cuda" without a number if each of several processes has a GPU of its own.
+        processes: the number of processes that compress the model together.
+        usage: memory and disk space, predicted.
+        identity: of the model: name, weights_sha256, parameters.
+        calibration: corpus, samples, seqlen, seed, sha256; None without batches.
+        seconds: the time that planning took.
+    """
+
+    recipe: list[Method]
+    asked: list[Method]
+    model: PreTrainedModel
+    batches: Sequence[Tensor]
+    work_path: str | Path | None
+    calibrate: str
+    device: torch.device
+    processes: int
+    usage: Usage
+    identity: dict[str, Any]
+    calibration: dict[str, Any] | None
+    seconds: float
+
+
+def plan(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    batches: Sequence[Tensor] | None = (),
+    *,
+    device: str | None = None,
+    work_path: str | Path | None = None,
+    calibrate: str = "sequential",
+    processes: int | None = None,
+    max_memory: int | str | None = None,
+) -> Plan:
+    """Check a compression, and predict its memory; nothing of the model changes. The arguments are those of `apply`.
+
+    Raises:
+        ValueError: the methods of the recipe cannot be combined or do not fit the model, the batches are unusable, or
+            the compression needs more than `max_memory` or more room than the disk has; the message says what would
+            fit.
+        NotFinite: a weight of the model is NaN or infinite.
+    """
+    start = time.perf_counter()
+    check_calibrate(calibrate)
+    asked, batches = methods_of(recipe), () if batches is None else batches
+    check_finished(model)
+    settled = check_recipe(asked, model)
+    if calibrate == "once":
+        settled = _calibrated_once(settled)
+    where, count = _chosen(device, processes, model, settled, batches)
+    _check_batches(batches, model, needed=[method.name for method in settled if method.needs_calibration])
+    identity, tokens = model_identity(model), tokens_identity(batches)
+    if walks(settled) and len(batches) and not is_offloaded(model):
+        check_runs(model, find_blocks(model)[1], batches[0])
+    usage = predicted(settled, model, batches, max_memory)
+    seconds = time.perf_counter() - start
+    return Plan(
+        settled, asked, model, batches, work_path, calibrate, where, count, usage, identity, tokens, seconds
+    )  # fmt: skip
+
+
+def check_recipe(
+    recipe: Recipe, model: nn.Module, *, outline: bool = False, awaited: frozenset[str] = frozenset()
+) -> list[Method]:
+    """The methods of a recipe, each as it acts between the others, if they fit a model.
+
+    Args:
+        outline: the model has shapes and no weights, so that checks which need weights are left out; `plan` makes them.
+        awaited: files that do not exist yet; methods with a knob that names one of them are not checked.
+
+    Raises:
+        ValueError: the methods cannot be combined, or one of them does not fit the model.
+    """
+    settled = settle(methods_of(recipe))
+    for method in settled:
+        if awaited & {value for value in vars(method).values() if isinstance(value, str)}:
+            continue
+        with suppress(*(RuntimeError, NotImplementedError) if outline else ()):
+            method.check(model)
+    check_attach(model, [method for method in settled if isinstance(method, CacheMethod)])
+    return settled
+
+
+def walks(recipe: Sequence[Method]) -> bool:
+    """Whether a method goes through the model block by block."""
+    return any(isinstance(method, LayerwiseMethod | FoldingMethod) for method in recipe)
+
+
+def _calibrated_once(recipe: Sequence[Method]) -> list[Method]:
+    """The methods as they are solved from statistics of the uncompressed model.
+
+    Raises:
+        ValueError: one of them would make these statistics wrong.
+    """
+    if moving := [method.name for method in recipe if method.moves_inputs]:
+        raise ValueError(
+            f"`calibrate` (='once') uses statistics of the unchanged model, and {', '.join(moving)} changes the inputs "
+            "of linears: calibrate='sequential' would do"
+        )
+    return [replace(method, sequential=False) if isinstance(method, LayerwiseMethod) else method for method in recipe]
+
+
+def _chosen(
+    device: str | None, processes: int | None, model: nn.Module, recipe: Sequence[Method], batches: Sequence[Tensor]
+) -> tuple[torch.device, int]:
+    """The device and the number of processes.
+
+    Raises:
+        ValueError: they are not there; or the processes are to be started here, and cannot be given what they need.
+    """
+    count = process_count(processes, worth_it=bool(len(batches)))
+    check_device(device or "cpu")
+    where = torch.device(device) if device else device_of(model)
+    if count > 1 and not dist.is_initialized():
+        where = where if device else torch.device(where.type)
+        check_devices(where, count)
+        _check_can_be_sent(model, recipe, count)
+    return where, count
+
+
+def _check_can_be_sent(model: nn.Module, recipe: Sequence[Method], count: int) -> None:
+    """Raise ValueError if the model cannot be sent to another process, or the class of a method is not found there."""
+    if is_offloaded(model):
+        raise ValueError(
+            f"`processes` (={count}): the weights of this model lie on disk, where each process has to open them by "
+            "itself: start all processes with torchrun"
+        )
+    for method in recipe:
+        if type(method).__module__ == "__main__":
+            raise ValueError(
+                f"`processes` (={count}): {type(method).__name__} is defined in a notebook or a script, where the "
+                "other processes do not find it; a class in a file of its own, or processes=1, would do"
+            )
+
+
+def _check_batches(batches: Sequence[Tensor], model: PreTrainedModel, needed: list[str]) -> None:
+    if needed and not len(batches):
+        raise ValueError(
+            f"`batches` is empty, and {', '.join(needed)} needs calibration; `calibration(tokenizer)` makes some"
+        )
+    vocabulary: Any = model.get_input_embeddings().num_embeddings
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    for i, batch in enumerate(batches):
+        if not isinstance(batch, Tensor) or batch.dtype != torch.long or batch.dim() != 2 or batch.shape[0] != 1:
+            what = f"{batch.dtype} {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
+            raise ValueError(f"`batches[{i}]` must be a LongTensor [1, T], not {what}")
+        if batch.shape[1] > positions:
+            raise ValueError(
+                f"`batches[{i}]` has {batch.shape[1]} tokens; this model has {positions} positions: a `seqlen` up to "
+                "that would do"
+            )
+        if batch.shape[1] == 0 or not 0 <= batch.min().item() <= batch.max().item() < vocabulary:
+            raise ValueError(f"`batches[{i}]` must hold token ids between 0 and {vocabulary - 1}, and at least one")

@@ -1,0 +1,78 @@
+"""Plans: what can be refused is refused before a compression begins, and nothing of the model has changed by then."""
+
+import pytest
+import torch
+
+from compress import METHODS, apply
+from compress.apply import run
+from compress.inputs.skeleton import skeleton
+from compress.kv import identity
+from compress.linear import CompressedLinear
+from compress.plan import check_recipe, plan
+from compress.result import _makeup
+
+GPTQ = "gptq(bits=3, group_size=16, min_tokens=8)"
+
+
+def test_a_plan_changes_nothing(tiny, tokens):
+    """Whether a method fits the model or not, also where only its shapes are known."""
+    model, outline, batches = tiny("mixtral"), skeleton("tiny"), tokens(2, 20)
+    before, shapes, planned = _makeup(model), _makeup(outline), set()
+    for name, method in METHODS.items():
+        for check in (lambda m: plan(m, model, batches), lambda m: check_recipe(m, outline, outline=True)):
+            try:
+                check(method(**{"group_size": 16} if "group_size" in method.knobs() else {}))
+                planned.add(name)
+            except ValueError:
+                continue
+        assert _makeup(model) == before and _makeup(outline) == shapes, name
+    assert {"rtn", "gptq", "smoothquant", "snapkv"} <= planned
+
+
+def test_a_plan_that_is_run_is_what_apply_does(tiny, tokens):
+    one, two, batches = tiny("llama"), tiny("llama"), tokens(4, 30)
+    made = plan(f"smoothquant, {GPTQ}", one, batches, calibrate="sequential")
+    assert made.processes == 1 and made.device.type == "cpu" and made.usage.predicted_peak > 0
+    assert [method.name for method in made.recipe] == ["smoothquant", "gptq"] and made.calibration["samples"] == 4
+    result, same = run(made), apply(f"smoothquant, {GPTQ}", two, batches)
+    assert result.model is one and result.seconds >= made.seconds and result.usage is made.usage
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+    assert (result.recipe, result.asked, result.identity) == (same.recipe, same.asked, same.identity)
+
+
+@pytest.mark.parametrize(
+    "recipe, given, message",
+    [
+        ("rtn(group_size=7)", {}, "`group_size`"),
+        (GPTQ, {"batches": ()}, "`batches` is empty, and gptq needs calibration"),
+        ("rotate, rtn(group_size=16)", {"calibrate": "once"}, "rotate changes the inputs"),
+        ("rtn(group_size=16)", {"calibrate": "twice"}, "`calibrate`"),
+        ("rtn(group_size=16)", {"processes": 0}, "`processes`"),
+        ("rtn(group_size=16)", {"device": "cuda:99"}, "`device`"),
+        ("rtn(group_size=16)", {"max_memory": 1000}, "`max_memory`"),
+        ("nf4, rtn", {}, "cannot follow"),
+    ],
+)
+def test_a_plan_refuses(recipe, given, message, tiny, tokens):
+    with pytest.raises(ValueError, match=message):
+        plan(recipe, tiny("llama"), **{"batches": tokens(2, 20), **given})
+
+
+def test_blocks_that_cannot_be_walked_are_refused_by_the_plan(tiny, tokens):
+    """Before an earlier method of the recipe has changed the model."""
+    model = tiny("llama")
+    model.model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] + 1, *args[1:]))
+    before = _makeup(model)
+    with pytest.raises(ValueError, match="blocks do not form a chain"):
+        plan(f"rotate, {GPTQ}", model, tokens(2, 20))
+    assert _makeup(model) == before
+
+
+def test_attention_that_no_small_copy_shows_is_compared_by_the_plan(tiny, monkeypatch):
+    model = tiny("llama")
+    monkeypatch.setattr(identity, "small_copy", lambda config: None)
+    monkeypatch.setattr(identity, "_agreed", set())
+    monkeypatch.setattr(identity, "_difference", lambda found, wanted: 1.0 if found is not wanted else 0.0)
+    with pytest.raises(ValueError, match="its logits differ by 1"):
+        plan("rtn(group_size=16), snapkv", model)
+    assert not any(isinstance(module, CompressedLinear) for module in model.modules())
