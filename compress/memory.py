@@ -6,7 +6,6 @@ compression begins.
 """
 
 import dataclasses
-import math
 import re
 import shutil
 from bisect import bisect_right
@@ -14,26 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
 
 from compress.checkpoint.fits import linears_to_be
-from compress.formats import (
-    Bitmap,
-    BnbInt8,
-    BnbNF4,
-    CsrWeight,
-    LowRank,
-    RowTables,
-    SignStack,
-    Sparse24Weight,
-    TernaryWeight,
-)
-from compress.formats.scales import INTEGERS, SHIFTS, SUPER_BLOCK, TILES
-from compress.formats.ternary.weight import expected_bits
+from compress.formats import Dense, bits_of
 from compress.linear import is_linear
 from compress.method import Method
 from compress.records import Usage
@@ -47,8 +33,6 @@ from compress.walk.statistics import PAIRED
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
          "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
-TILE_BITS = {kind: 8 / rows for kind, rows in TILES.items()}
-SCALE_BITS = {**INTEGERS, **SHIFTS, **TILE_BITS, "e8m0": 8, "e4m3": 8}  # of scales that are not stored in 16 bits
 SLACK = 1.03  # memory of allocators and libraries, relative to the counted memory
 
 
@@ -262,45 +246,10 @@ class _Case:
         zeros = max((method.zeros for method in self.recipe[:count]), default=0.0)
         stored = dense = 0.0
         for name, (out, columns) in targets(self.model).items():
-            parts = specs[name]["parts"] if name in specs else [{}]
-            stored += sum(spec_bits(part, 8 * self.itemsize, zeros) for part in parts) * out * columns
+            parts = specs[name]["parts"] if name in specs else [Dense.spec_of((out, columns))]
+            stored += bits_of(parts, 8 * self.itemsize, zeros) * out * columns
             dense += 8 * self.itemsize * out * columns
         return stored / dense
-
-
-def spec_bits(part: dict[str, Any], float_bits: int, zeros: float) -> float:
-    """Approximate bits per weight of a part from its specification, for a prediction.
-
-    Args:
-        zeros: the share of the weights that is 0, if zeros are not stored.
-    """
-    kind = part.get("format")
-    if kind == Bitmap.name:  # a bit for every place beside the kept weights
-        return 1 + (1 - zeros) * spec_bits(part | {"format": ""}, float_bits, 0)
-    if kind == Sparse24Weight.name:
-        return 1 + spec_bits(part["values"], float_bits, 0) / 2
-    if kind == LowRank.name:
-        return part["bits"] * part["rank"] * sum(part["shape"]) / math.prod(part["shape"])
-    if kind == CsrWeight.name:
-        return (32 * part["entries"] + 16 * part["shape"][0]) / math.prod(part["shape"])
-    if kind == RowTables.name:
-        return part["bits"] + 16 * sum(1 << b for b in range(part["least"], part["bits"] + 1)) / part["shape"][1]
-    if kind == TernaryWeight.name:
-        return expected_bits(part)
-    if kind == SignStack.name:
-        return part["blocks"] * (1 + 16 * part["rank"] * sum(part["shape"]) / math.prod(part["shape"]))
-    if "inner" in part:
-        return spec_bits(part["inner"], float_bits, 0)
-    if "dtype" in part:
-        return 8 * getattr(torch, part["dtype"]).itemsize
-    bits = part.get("bits") or {BnbNF4.name: 4.1, BnbInt8.name: 8}.get(kind, float_bits)
-    group = part.get("group_size")
-    if not group:
-        return bits
-    scales = part.get("scales", "")
-    scale = SCALE_BITS.get(scales, 8 if part.get("double_quant") else 16)
-    factor = 16 / SUPER_BLOCK if scales in INTEGERS or scales in SHIFTS else 0.0
-    return bits + (scale + (0 if part.get("symmetric", True) else bits)) / group + factor
 
 
 def _refusal(case: _Case, limit: int) -> str:

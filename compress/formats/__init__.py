@@ -1,5 +1,8 @@
 """The formats of stored weights, one in each file; `FORMATS` maps the names that checkpoints use to the classes."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from compress.formats.base import Format
 from compress.formats.bitmap import Bitmap
 from compress.formats.bnb import BnbInt8, BnbNF4
@@ -24,7 +27,14 @@ FORMATS: dict[str, type[Format]] = {
     "ternary": TernaryWeight, "sign_stack": SignStack,
 }  # fmt: skip
 
+
+def bits_of(parts: Iterable[dict[str, Any]], float_bits: int = 16, zeros: float = 0.0) -> float:
+    """About the stored bits per weight of parts by their specifications; see `Format.expected_bits`."""
+    return sum(FORMATS[part["format"]].expected_bits(part, float_bits, zeros) for part in parts)
+
+
 __all__ = [
     "FORMATS", "Bitmap", "BnbInt8", "BnbNF4", "CodebookGroup", "Columns", "CsrWeight", "Dense", "EightBit", "Format",
     "IntGroup", "LowRank", "RowTables", "SignStack", "Sparse24Weight", "TernaryWeight", "TrellisWeight",
+    "bits_of",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from compress.formats.scales import bits_in_groups
 from compress.transforms import Hadamard, Permutation, Transform
 from compress.transforms.rounding import Rounding
 from kernels.hadamard.codes import hadamard_codes, rotates_into_codes
@@ -116,6 +117,17 @@ class Format(nn.Module):
     def spec(self) -> dict[str, Any]:
         """The description of this weight beside its tensors, as JSON: `format`, `shape`, the format's own settings."""
         raise NotImplementedError
+
+    @classmethod
+    def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
+        """About the stored bits per weight of this specification, for predictions: by default those of its codes, and
+        of the scales and zero points of its groups.
+
+        Args:
+            float_bits: bits of each float that is cast with the model.
+            zeros: the share of the weights that is 0, if zeros are not stored.
+        """
+        return bits_in_groups(spec, float_bits)
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Format":

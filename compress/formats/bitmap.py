@@ -83,6 +83,10 @@ class Bitmap(Sparse):
         return {**grid, **plain, "format": cls.name}
 
     @classmethod
+    def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
+        return 1 + (1 - zeros) * super().expected_bits(spec, float_bits)  # a bit for every place
+
+    @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Bitmap":
         stored = Stored(spec, tensors)
         mask = stored.packed("mask", stored.out, stored.columns, 1)

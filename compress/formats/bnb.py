@@ -137,6 +137,10 @@ class BnbNF4(_Bitsandbytes):
         return {"format": cls.name, "shape": list(shape), "blocksize": blocksize}
 
     @classmethod
+    def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
+        return 4.1
+
+    @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "BnbNF4":
         stored = Stored(spec, tensors)
         blocksize = stored.number("blocksize", BLOCKSIZES)
@@ -236,6 +240,10 @@ class BnbInt8(_Bitsandbytes):
     def spec_of(cls, shape: tuple[int, int], threshold: float) -> dict[str, Any]:
         """The `spec()` of a weight of this shape."""
         return {"format": cls.name, "shape": list(shape), "threshold": threshold}
+
+    @classmethod
+    def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
+        return 8
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "BnbInt8":

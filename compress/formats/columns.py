@@ -56,6 +56,10 @@ class Columns(Format):
         return {"format": cls.name, "shape": list(shape), "inner": inner}
 
     @classmethod
+    def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
+        return INNER[spec["inner"]["format"]].expected_bits(spec["inner"], float_bits)
+
+    @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Columns":
         own = {name.removeprefix("inner."): t for name, t in tensors.items() if name.startswith("inner.")}
         inner = INNER[spec["inner"]["format"]].from_tensors(spec["inner"], own)

@@ -1,6 +1,7 @@
 """A weight with few entries that are not 0, in compressed rows, which take fewer bytes than a mask with a bit per
 weight."""
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -58,6 +59,10 @@ class CsrWeight(AsStored):
     def spec_of(cls, shape: tuple[int, int], *, entries: int) -> dict[str, Any]:
         """The `spec()` of a weight of this shape with this number of stored entries."""
         return {"format": cls.name, "shape": list(shape), "entries": entries}
+
+    @classmethod
+    def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
+        return (32 * spec["entries"] + 16 * spec["shape"][0]) / math.prod(spec["shape"])
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "CsrWeight":

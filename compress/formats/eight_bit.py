@@ -61,6 +61,10 @@ class EightBit(Format):
         return {"format": cls.name, "shape": list(shape), **settings}
 
     @classmethod
+    def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
+        return 8 * getattr(torch, spec["dtype"]).itemsize
+
+    @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "EightBit":
         stored = Stored(spec, tensors)
         codes = stored.tensor("codes", stored.shape, LARGEST)

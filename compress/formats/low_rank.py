@@ -1,5 +1,6 @@
 """A weight of low rank: the product of a tall and a wide matrix, in 16 or 8 bits."""
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -59,6 +60,10 @@ class LowRank(AsStored):
     def spec_of(cls, shape: tuple[int, int], *, rank: int, bits: int) -> dict[str, Any]:
         """The `spec()` of a weight of this shape; the rank is at most its smaller side."""
         return {"format": cls.name, "shape": list(shape), "rank": min(rank, *shape), "bits": bits}
+
+    @classmethod
+    def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
+        return spec["bits"] * spec["rank"] * sum(spec["shape"]) / math.prod(spec["shape"])
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "LowRank":

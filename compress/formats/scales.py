@@ -1,7 +1,7 @@
 """Scales stored in a few bits: integers or shifts that share a 16-bit factor, powers of two, or 8-bit floats."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,22 @@ SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32":
 INTEGERS = {"int6": 6, "int8": 8}  # signed codes, and a bfloat16 factor for each super-block of a row
 SHIFTS = {"shift4": 4}  # the factor of a super-block, the largest of its scales, divided by a power of two
 TILES = {"tile16": 16}  # powers of two, each shared by the groups of this number of rows at the same columns
+# Bits of a scale that is not stored in 16 bits.
+SCALE_BITS = {**INTEGERS, **SHIFTS, **{kind: 8 / rows for kind, rows in TILES.items()}, "e8m0": 8, "e4m3": 8}
 SCALE_KINDS = (*SCALE_DTYPES, *INTEGERS, *SHIFTS, "e8m0", *TILES, "e4m3")
 SUPER_BLOCK = 512  # columns at most that share the factor of their scales
 LARGEST_E4M3 = 448.0
+
+
+def bits_in_groups(spec: Mapping[str, Any], float_bits: int) -> float:
+    """Bits per weight of codes of `bits` with scales and zero points for groups of `group_size`; without codes, of
+    floats."""
+    bits, group, kind = spec.get("bits") or float_bits, spec.get("group_size"), spec.get("scales", "")
+    if not group:
+        return bits
+    scale = SCALE_BITS.get(kind, 8 if spec.get("double_quant") else 16)
+    factor = 16 / SUPER_BLOCK if kind in INTEGERS or kind in SHIFTS else 0.0
+    return bits + (scale + (0 if spec.get("symmetric", True) else bits)) / group + factor
 
 
 def super_groups(groups: int, group_size: int) -> int:

@@ -94,10 +94,13 @@ class Sparse24Weight(Sparse):
         return {"format": cls.name, "shape": [out, columns], "values": values}
 
     @classmethod
+    def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
+        return 1 + _kind_of(spec["values"]).expected_bits(spec["values"], float_bits) / 2
+
+    @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Sparse24Weight":
         own = {name.removeprefix("values."): t for name, t in tensors.items() if name.startswith("values.")}
-        kind = IntGroup if spec["values"]["format"] == IntGroup.name else Dense
-        values, stored = kind.from_tensors(spec["values"], own), Stored(spec, tensors)
+        values, stored = _kind_of(spec["values"]).from_tensors(spec["values"], own), Stored(spec, tensors)
         places = stored.packed("places", stored.out, stored.columns, 1)
         if stored.columns % 4 or values.shape != (stored.out, stored.columns // 2):
             raise ValueError(f"a 2:4 sparse weight {stored.shape} holds {values.shape} values")
@@ -110,3 +113,8 @@ class Sparse24Weight(Sparse):
 def _columns(keep: Tensor) -> Tensor:
     """[out, in/2]: the column of each stored value."""
     return keep.nonzero()[:, 1].view(len(keep), -1)
+
+
+def _kind_of(spec: dict[str, Any]) -> type[Dense | IntGroup]:
+    """The format of the values."""
+    return IntGroup if spec["format"] == IntGroup.name else Dense

@@ -17,9 +17,8 @@ from compress.allocation.importance import cosine_scores, random_scores, ranked,
 from compress.allocation.predictions import PredictionLoss, ScaledLoss
 from compress.allocation.program import Program
 from compress.allocation.sensitivity import FisherLoss
-from compress.formats import Format
+from compress.formats import Format, bits_of
 from compress.grammar import split_recipes, variants_of
-from compress.memory import spec_bits
 from compress.method import Method, knob
 from compress.records import AllocationRecord, LayerRecord
 from compress.walk.blocks import end_targets, find_blocks, targets
@@ -131,7 +130,7 @@ class Mixed(LayerwiseMethod):
         return self
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
-        return max((method.stores(shape) for method in self._taking("", shape).values()), key=_bits)
+        return max((method.stores(shape) for method in self._taking("", shape).values()), key=bits_of)
 
     def variants(self) -> list[Method]:
         return list(self.methods.values())
@@ -235,7 +234,7 @@ class Mixed(LayerwiseMethod):
     def _of(self, place: str) -> dict[str, LayerwiseMethod]:
         """The choices for this place, from the smallest to the largest."""
         own = {text: method for text, method in self.methods.items() if place in method.places}
-        return dict(sorted(own.items(), key=lambda one: _bits(one[1].stores((4096, 4096)))))
+        return dict(sorted(own.items(), key=lambda one: bits_of(one[1].stores((4096, 4096)))))
 
     def _taking(self, name: str, shape: tuple[int, int]) -> dict[str, LayerwiseMethod]:
         """The choices that can store this linear."""
@@ -246,7 +245,7 @@ class Mixed(LayerwiseMethod):
         ends = {} if self.where == "blocks" else end_targets(model, self.skip)
         return {
             name: {
-                text: round(_bits(method.stores(shape)) * shape[0] * shape[1] / 8)
+                text: round(bits_of(method.stores(shape)) * shape[0] * shape[1] / 8)
                 for text, method in self._of("embedding" if name in ends else "blocks").items()
                 if takes(method, name, shape)
             }
@@ -268,10 +267,6 @@ def windows(batches: Sequence[Tensor], tokens: int) -> list[Tensor]:
     if count * length < tokens:
         length = min(tokens // count, min(batch.shape[1] for batch in batches))
     return [batches[number * len(batches) // count][:, :length] for number in range(count)]
-
-
-def _bits(parts: list[dict[str, Any]]) -> float:
-    return sum(spec_bits(part, 16, 0.0) for part in parts)
 
 
 def _subclasses(cls: type) -> list[type]:

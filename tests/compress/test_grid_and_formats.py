@@ -1,16 +1,21 @@
 """Grids and formats: nearest codes, scales that search cannot worsen, storage that counts its bytes."""
 
 import copy
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
-from compress.formats import FORMATS, Dense, IntGroup
+from compress import apply, load_compressed, save_compressed
+from compress.formats import FORMATS, Dense, Format, IntGroup
 from compress.formats.scales import SCALE_DTYPES
 from compress.grid import integer as grid
 from compress.grid.nearest import rtn
 from compress.linear import CompressedLinear
+from compress.plan import plan
+from compress.walk.layerwise import LayerwiseMethod
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -116,3 +121,59 @@ def test_conversion_of_any_linear():
         [IntGroup.from_codes(torch.ones(4, 8), torch.ones(4, 1), None, bits=4, group_size=8)], None, dtype=torch.float32
     )
     assert shape_of(small) == (4, 8) and weight_of(small).shape == (4, 8)
+
+
+class Signs(Format):
+    """A new format, as CONTRIBUTING.md describes it: w is the size of its row or its negative."""
+
+    name: ClassVar[str] = "signs"
+
+    def __init__(self, negative, size):
+        super().__init__()
+        self.shape = tuple(negative.shape)
+        self.register_buffer("negative", negative)
+        self.register_buffer("size", size)
+
+    def dequantize(self):
+        return torch.where(self.negative, -self.size.float(), self.size.float())
+
+    def matmul(self, x):
+        return x @ self.dequantize().t().to(x.dtype)
+
+    def spec(self):
+        return {"format": self.name, "shape": list(self.shape)}
+
+    @classmethod
+    def expected_bits(cls, spec, float_bits, zeros=0.0):
+        return 8 + 32 / spec["shape"][1]
+
+    @classmethod
+    def from_tensors(cls, spec, tensors):
+        return cls(tensors["negative"], tensors["size"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToSigns(LayerwiseMethod):
+    name: ClassVar[str] = "to_signs"
+    stage: ClassVar[str] = "quantize_weights"
+    source: ClassVar[str] = "this test"
+
+    def stores(self, shape):
+        return [{"format": "signs", "shape": list(shape)}]
+
+    def solve(self, W, statistics):
+        return [Signs(W < 0, W.abs().mean(1, keepdim=True))]
+
+
+def test_a_new_format_is_one_class_and_one_name(tiny, tokens, monkeypatch, tmp_path):
+    """It is predicted, counted, saved and loaded like the others."""
+    monkeypatch.setitem(FORMATS, Signs.name, Signs)
+    model = tiny("llama")
+    assert plan(ToSigns(), model, tokens(2, 20)).usage.predicted_peak > 0
+    result = apply(ToSigns(), model, tokens(2, 20))
+    for record in result.layers:
+        expected = Signs.expected_bits({"shape": record.shape}, 16)
+        assert record.format == "signs" and record.bits_per_weight == pytest.approx(expected)
+    save_compressed(result, tmp_path / "saved")
+    ids = tokens(1, 9)[0]
+    assert torch.equal(load_compressed(tmp_path / "saved")(ids).logits, model(ids).logits)

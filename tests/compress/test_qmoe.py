@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from compress import METHODS, apply, load_compressed, save_compressed
-from compress.formats import FORMATS, TernaryWeight
+from compress.formats import FORMATS, TernaryWeight, bits_of
 from compress.linear import compressed_linears
-from compress.memory import spec_bits
 from compress.recipe import parse_recipe
 from compress.walk.hessian import factorise
 from compress.weights.qmoe import qmoe
@@ -69,7 +68,7 @@ def test_predicted_bits_are_near():
     place = torch.rand(256, 1024, generator=torch.Generator().manual_seed(0))
     symbols = (place > 0.885).byte() + (place > 0.9425).byte()
     stored = TernaryWeight.from_symbols(symbols, -torch.ones(256), torch.ones(256), p0=0.885)
-    assert spec_bits(stored.spec(), 16, 0.0) == pytest.approx(stored.bits_per_weight, rel=0.1)
+    assert bits_of([stored.spec()]) == pytest.approx(stored.bits_per_weight, rel=0.1)
 
 
 def test_saved_and_loaded_and_refused_elsewhere(tiny, tokens, tmp_path):

@@ -73,6 +73,10 @@ class RowTables(AsStored):
         return {"format": cls.name, "shape": list(shape), "bits": bits, "least": least}
 
     @classmethod
+    def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
+        return spec["bits"] + 16 * sum(1 << b for b in range(spec["least"], spec["bits"] + 1)) / spec["shape"][1]
+
+    @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "RowTables":
         stored = Stored(spec, tensors)
         bits = stored.number("bits", BITS)

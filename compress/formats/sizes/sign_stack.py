@@ -1,5 +1,6 @@
 """A stack of blocks, each a matrix of signs times a matrix of low rank; the blocks at its end can be left out."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -90,6 +91,10 @@ class SignStack(AsStored):
     def spec_of(cls, shape: tuple[int, int], *, rank: int, blocks: int) -> dict[str, Any]:
         """The `spec()` of a weight of this shape."""
         return {"format": cls.name, "shape": list(shape), "rank": rank, "blocks": blocks}
+
+    @classmethod
+    def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
+        return spec["blocks"] * (1 + 16 * spec["rank"] * sum(spec["shape"]) / math.prod(spec["shape"]))
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "SignStack":

@@ -60,6 +60,13 @@ class TernaryWeight(AsStored):
         return {"format": cls.name, "shape": list(shape), "p0": p0}
 
     @classmethod
+    def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
+        """The entropy for a share `p0` of zeros and a tenth of it, and the bits of each row."""
+        p0 = spec["p0"]
+        entropy = -p0 * log2(p0) - (1 - p0) * log2((1 - p0) / 2)
+        return 1.1 * entropy + 48 / spec["shape"][1]
+
+    @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "TernaryWeight":
         stored, p0 = Stored(spec, tensors), spec["p0"]
         if not isinstance(p0, float) or not P0[0] <= p0 <= P0[1]:
@@ -73,10 +80,3 @@ class TernaryWeight(AsStored):
 
     def _ternary(self) -> Ternary:
         return Ternary(self.codes, self.counts, self.low, self.high, self.shape, self.p0)
-
-
-def expected_bits(spec: dict[str, Any]) -> float:
-    """Bits per weight for a share `p0` of zeros: the entropy and a tenth of it, and the bits of each row."""
-    p0 = spec["p0"]
-    entropy = -p0 * log2(p0) - (1 - p0) * log2((1 - p0) / 2)
-    return 1.1 * entropy + 48 / spec["shape"][1]
