@@ -180,3 +180,8 @@ def rows_of(values: Tensor, ids: Tensor) -> Tensor:
 def matmul(x: Tensor, w: Packed, isa: str = "auto") -> Tensor:
     """y [..., out] = x [..., in] Wᵀ in x's dtype, on a CPU."""
     return torch.ops.workbench.panels_matmul(x, w.codes, w.scale, None, w.zero, w.shape[0], isa)
+
+
+@native.shapes_of("panels_matmul")
+def _(x, codes, scale, table, zero, out, isa):
+    return x.new_empty(*x.shape[:-1], out)

@@ -305,3 +305,12 @@ def _inner_contiguous(t: Tensor, dims: int) -> bool:
             return False
         expected *= size
     return True
+
+
+@native.shapes_of("kv_decode_native")
+def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, indices, bits, group, scale, softcap,
+      return_mass, return_lse, isa):  # fmt: skip
+    held = k.shape[2] + (0 if tail_k is None else tail_k.shape[2])
+    mass = (k.shape[0], k.shape[1], held if indices is None else indices.shape[2]) if return_mass else (0,)
+    lse = q.shape[:3] if return_lse else (0,)
+    return q.new_empty(q.shape), *(q.new_empty(shape, dtype=torch.float32) for shape in (mass, lse))

@@ -77,3 +77,8 @@ def _alike(q: Tensor, caches: Sequence[KV]) -> bool:
 
 def _nothing(q: Tensor, cache: KV) -> Tensor:
     return q.new_empty(*cache.k.shape[:2], 0, q.shape[-1])
+
+
+@native.shapes_of("kv_decode_apart")
+def _(q, k, v, params_k, params_v, tail_k, tail_v, starts, bits, group, scale, softcap, isa):
+    return q.new_empty(q.shape)

@@ -147,3 +147,15 @@ def _chosen(impl: str, takes: bool) -> str:
     if impl not in ("reference", "cpu") or (impl == "cpu" and not takes):
         raise ValueError(f"`impl` (={impl!r}) must be 'auto' or 'reference', or 'cpu' where the C++ kernels run")
     return impl
+
+
+@native.shapes_of("kv_page_list")
+def _(q, bounds, starts, lengths, pages, page, most, behind, scale, isa):
+    indices = q.new_empty(*bounds.shape[:2], most * page + behind, dtype=torch.int64)
+    return indices, indices.new_empty(indices.shape[:2])
+
+
+@native.shapes_of("kv_score_list")
+def _(scores, starts, lengths, pages, page, most, behind):
+    indices = scores.new_empty(*scores.shape[:2], most * page + behind, dtype=torch.int64)
+    return indices, indices.new_empty(indices.shape[:2])

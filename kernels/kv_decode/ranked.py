@@ -81,3 +81,8 @@ def _fits(q: Tensor, cache: KV, ranked: Ranked) -> bool:
     same = of.shape[:3] == q.shape[:3] and bounds.shape[:2] == shape[:2] and bounds.shape[3] == 2 * of.shape[3]
     rows = all(t.shape == shape[:2] for t in (ranked.starts, ranked.lengths, ranked.pages))
     return T_q == 1 and dense and heads and same and rows and q.stride(3) == bounds.stride(3) == 1
+
+
+@native.shapes_of("kv_decode_ranked")
+def _(q, k, v, ranking, bounds, starts, lengths, pages, page, most, behind, ranking_scale, scale, softcap, isa):
+    return q.new_empty(q.shape)

@@ -64,3 +64,8 @@ def faster_than_onednn(out: int, columns: int, tokens: int, dtype: torch.dtype) 
                 taken.append(time.perf_counter() - start)
     kernel, onednn = map(statistics.median, seconds)
     return kernel < onednn
+
+
+@native.shapes_of("half_matmul")
+def _(x, weights, biases, isa):
+    return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]

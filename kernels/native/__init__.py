@@ -8,6 +8,7 @@ implementation, which `registry.ran` names. `WORKBENCH_NATIVE=0` in the environm
 import os
 import sys
 import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +25,7 @@ ISAS = ("avx512bf16", "avx512", "avx2", "neon bf16", "neon", "portable")
 FEW = 8  # up to this many tokens, AVX-512 multiplies bytes even if the processor has AMX
 FEW_ROUNDED = 16  # the same for packed weights with rounded activations
 _LOCK = threading.Lock()
+_shapes: dict[str, Callable] = {}  # by ops that do not exist yet, see `shapes_of`
 limit_libraries()  # before torch computes anything
 
 
@@ -48,8 +50,30 @@ def _load_once() -> str | None:
         Exception
     ) as error:  # no home, a cache that cannot be written, no setuptools, a compiler of another kind, ...
         return _told(kind_and_first_line(error))
-    _register_fakes()
+    while _shapes:
+        _register(*_shapes.popitem())
     return None
+
+
+def shapes_of(op: str) -> Callable[[Callable], Callable]:
+    """A decorator for the function that makes the empty outputs of an op of this library, which torch.compile needs.
+
+    torch takes it only for an op that exists, so that it waits until the library is loaded.
+    """
+
+    def keep(outputs: Callable) -> Callable:
+        with _LOCK:
+            if hasattr(torch.ops.workbench, op):
+                _register(op, outputs)
+            else:
+                _shapes[op] = outputs
+        return outputs
+
+    return keep
+
+
+def _register(op: str, outputs: Callable) -> None:
+    torch.library.register_fake(f"workbench::{op}", outputs)
 
 
 def _told(reason: str) -> str:
@@ -148,75 +172,3 @@ def _prompt_attention_runs() -> bool:
 def runs(isa: str) -> bool:
     """Does this machine have the instruction set, and does the build have loops for it?"""
     return torch.ops.workbench.panels_runs(isa)
-
-
-def _register_fakes() -> None:
-    @torch.library.register_fake("workbench::panels_matmul")
-    def _(x, codes, scale, table, zero, out, isa):
-        return x.new_empty(*x.shape[:-1], out)
-
-    @torch.library.register_fake("workbench::panels_matmul_several")
-    def _(x, codes, scales, tables, zeros, outs):
-        return [x.new_empty(*x.shape[:-1], out) for out in outs]
-
-    @torch.library.register_fake("workbench::panels_w4a8_several")
-    def _(x, codes, scales, zeros, tables, outs, x_bits):
-        return [x.new_empty(*x.shape[:-1], out) for out in outs]
-
-    @torch.library.register_fake("workbench::int8_matmul_several")
-    def _(x, codes, scales, x_scale):
-        return [x.new_empty(*x.shape[:-1], scale.shape[0]) for scale in scales]
-
-    @torch.library.register_fake("workbench::half_matmul")
-    def _(x, weights, biases, isa):
-        return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
-
-    @torch.library.register_fake("workbench::int8_matmul")
-    def _(x, codes, scale, x_scale):
-        return x.new_empty(*x.shape[:-1], scale.shape[0])
-
-    @torch.library.register_fake("workbench::panels_w4a8")
-    def _(x, codes, scale, zero, table, out, x_bits, x_group, x_scale, x_wide=0, x_order=None):
-        return x.new_empty(*x.shape[:-1], out)
-
-    @torch.library.register_fake("workbench::prompt_attention_native")
-    def _(q, k, v, scale):
-        return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
-
-    @torch.library.register_fake("workbench::kv_decode_native")
-    def _(q, k, v, params_k, params_v, tail_k, tail_v, lengths, starts, indices, bits, group, scale, softcap,
-          return_mass, return_lse, isa):  # fmt: skip
-        held = k.shape[2] + (0 if tail_k is None else tail_k.shape[2])
-        mass = (k.shape[0], k.shape[1], held if indices is None else indices.shape[2]) if return_mass else (0,)
-        lse = q.shape[:3] if return_lse else (0,)
-        return q.new_empty(q.shape), *(q.new_empty(shape, dtype=torch.float32) for shape in (mass, lse))
-
-    @torch.library.register_fake("workbench::kv_decode_apart")
-    def _(q, k, v, params_k, params_v, tail_k, tail_v, starts, bits, group, scale, softcap, isa):
-        return q.new_empty(q.shape)
-
-    @torch.library.register_fake("workbench::kv_page_list")
-    def _(q, bounds, starts, lengths, pages, page, most, behind, scale, isa):
-        indices = q.new_empty(*bounds.shape[:2], most * page + behind, dtype=torch.int64)
-        return indices, indices.new_empty(indices.shape[:2])
-
-    @torch.library.register_fake("workbench::kv_decode_ranked")
-    def _(q, k, v, ranking, bounds, starts, lengths, pages, page, most, behind, ranking_scale, scale, softcap, isa):
-        return q.new_empty(q.shape)
-
-    @torch.library.register_fake("workbench::kv_score_list")
-    def _(scores, starts, lengths, pages, page, most, behind):
-        indices = scores.new_empty(*scores.shape[:2], most * page + behind, dtype=torch.int64)
-        return indices, indices.new_empty(indices.shape[:2])
-
-    @torch.library.register_fake("workbench::trellis_encode")
-    def _(x, table, bits, window, isa):
-        return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(x.shape[0])
-
-    @torch.library.register_fake("workbench::trellis_decode")
-    def _(codes, bits, states, isa):
-        return codes.new_empty(codes.shape[1], codes.shape[0] * codes.shape[2] * 8 // bits, dtype=torch.float32)
-
-    @torch.library.register_fake("workbench::trellis_multiply")
-    def _(x, codes, bits, states, isa):
-        return x.new_empty(x.shape[0], codes.shape[0] * codes.shape[2] * 8 // bits)

@@ -82,3 +82,8 @@ def _op(query: Tensor, key: Tensor, value: Tensor, scale: float, use: str) -> Te
 def _(query, key, value, scale, use):
     batch, heads, tokens = query.shape[:3]
     return query.new_empty(batch, tokens, heads, value.shape[-1])
+
+
+@native.shapes_of("prompt_attention_native")
+def _(q, k, v, scale):
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])

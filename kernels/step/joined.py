@@ -97,3 +97,18 @@ def _bytes(weights: Sequence[Weight]) -> Joined | None:
         return torch.ops.workbench.int8_matmul_several(x, codes, scales, steps[0])
 
     return product
+
+
+@native.shapes_of("panels_matmul_several")
+def _(x, codes, scales, tables, zeros, outs):
+    return [x.new_empty(*x.shape[:-1], out) for out in outs]
+
+
+@native.shapes_of("panels_w4a8_several")
+def _(x, codes, scales, zeros, tables, outs, x_bits):
+    return [x.new_empty(*x.shape[:-1], out) for out in outs]
+
+
+@native.shapes_of("int8_matmul_several")
+def _(x, codes, scales, x_scale):
+    return [x.new_empty(*x.shape[:-1], scale.shape[0]) for scale in scales]

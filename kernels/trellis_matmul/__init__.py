@@ -131,3 +131,18 @@ def _op(x: Tensor, codes: Tensor, scale: Tensor, bits: int, states: int, out_fea
 @_op.register_fake
 def _(x, codes, scale, bits, states, out_features, use):
     return x.new_empty(*x.shape[:-1], out_features)
+
+
+@native.shapes_of("trellis_encode")
+def _(x, table, bits, window, isa):
+    return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty(x.shape[0])
+
+
+@native.shapes_of("trellis_decode")
+def _(codes, bits, states, isa):
+    return codes.new_empty(codes.shape[1], codes.shape[0] * codes.shape[2] * 8 // bits, dtype=torch.float32)
+
+
+@native.shapes_of("trellis_multiply")
+def _(x, codes, bits, states, isa):
+    return x.new_empty(x.shape[0], codes.shape[0] * codes.shape[2] * 8 // bits)

@@ -183,3 +183,8 @@ def _(
     use,
 ):  # fmt: skip
     return x.new_empty(*x.shape[:-1], shape[0])
+
+
+@native.shapes_of("panels_w4a8")
+def _(x, codes, scale, zero, table, out, x_bits, x_group, x_scale, x_wide=0, x_order=None):
+    return x.new_empty(*x.shape[:-1], out)

@@ -154,3 +154,8 @@ def _op(
 @_op.register_fake
 def _(x, codes, scale, x_scale, layout, out_features, float8, use):
     return x.new_empty(*x.shape[:-1], out_features)
+
+
+@native.shapes_of("int8_matmul")
+def _(x, codes, scale, x_scale):
+    return x.new_empty(*x.shape[:-1], scale.shape[0])
