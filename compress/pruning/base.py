@@ -1,8 +1,7 @@
 """Shared code of the pruning methods: the number and the pattern of removed weights, and the storage of the others."""
 
-import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,7 +29,6 @@ class PruningMethod(LayerwiseMethod):
     stage: ClassVar[str] = "sparsify"
     by_row: ClassVar[bool] = False  # whether scores are compared within each row, or over the whole matrix
     comparable: ClassVar[bool] = False  # whether scores are comparable between linears, without calibration
-    ratios: ClassVar[Mapping[str, float]] = {}  # by linear, if `allocation` has set a ratio for each
 
     ratio: float = knob(
         HALF,
@@ -99,16 +97,14 @@ class PruningMethod(LayerwiseMethod):
         return self.allocation == "adaptive"
 
     def ratio_of(self, statistics: LayerStatistics) -> float:
-        """The share of a linear's weights that is removed."""
-        return self.ratios.get(statistics.name, self.ratio)
+        """The share of a linear's weights that is removed; `allocation` may have set one for each."""
+        return statistics.measured.get("ratio", self.ratio)
 
     def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[LayerRecord]:
         curves: dict[str, dict[float, float]] = {}
-        pruner = copy.copy(self)
         if self.allocation == "global":
-            object.__setattr__(
-                pruner, "ratios", global_ratios(model, targets(model, self.skip), self.scores, self.ratio)
-            )
+            ratios = global_ratios(model, targets(model, self.skip), self.scores, self.ratio)
+            context = context.with_measured(ratio=ratios)
         elif self.allocation == "adaptive":
             kept_curves = context.store and context.store.beside("curves", without=("ratio",))
             methods = {level: dataclasses.replace(self, ratio=level, allocation="uniform") for level in LEVELS}
@@ -116,8 +112,8 @@ class PruningMethod(LayerwiseMethod):
                 model, methods, batches, tokens=self.curve_tokens, device=context.device, store=kept_curves
             )
             weights = {name: rows * columns for name, (rows, columns) in targets(model, self.skip).items()}
-            object.__setattr__(pruner, "ratios", allocate(curves, weights, self.ratio))
-        records = LayerwiseMethod.apply(pruner, model, batches, context)
+            context = context.with_measured(ratio=allocate(curves, weights, self.ratio))
+        records = LayerwiseMethod.apply(self, model, batches, context)
         shown = {name: {f"{level:g}": value for level, value in curve.items()} for name, curve in curves.items()}
         return [dataclasses.replace(record, distortion=shown.get(record.name)) for record in records]
 

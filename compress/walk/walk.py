@@ -7,7 +7,7 @@ the inputs of the next, so that each block reads the outputs of the compressed b
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
@@ -75,7 +75,7 @@ def walk(
     chain = Chain(store, calls) if store else None
     finished = chain.resume(len(blocks)) if chain else 0
     progress = progress_bar(range(len(blocks)), desc=method.name, unit="block")
-    walking = Walking(model, prefix, blocks, method, calls, device, context.originals, progress, bool(batches), beside)
+    walking = Walking(model, prefix, blocks, method, calls, context, progress, bool(batches), beside)
     records: list[LayerRecord] = []
 
     def following(index: int) -> bool:
@@ -108,7 +108,7 @@ def walk(
 
 @dataclasses.dataclass(frozen=True)
 class Walking:
-    """The walk of one method through the blocks of a model; the current block lies on `device`.
+    """The walk of one method through the blocks of a model; the current block lies on the device of the context.
 
     calls: the micro-batches of this process, each with the inputs [batch, T, hidden] of the next block.
     calibrated: there are micro-batches, here or in another process.
@@ -120,8 +120,7 @@ class Walking:
     blocks: nn.ModuleList
     method: Solver
     calls: list[Call]
-    device: torch.device
-    originals: Mapping[str, nn.Module]
+    context: Context
     progress: tqdm
     calibrated: bool
     beside: Sequence[Call] = ()
@@ -151,7 +150,9 @@ class Walking:
                 self.progress.set_postfix_str(name.removeprefix(f"{self.prefix}.{index}."))
                 own = statistics.for_another()
                 own.notes += notes
-                original = weight_of(self.originals[name]).to(self.device) if name in self.originals else None
+                own.measured = self.context.of(name)
+                original = self.context.originals.get(name)
+                original = None if original is None else weight_of(original).to(self.context.device)
                 made[name] = solve_linear(name, linears[name], original, own, method, last=name == mine[-1][0])
             for one in current().gathered(made):
                 new.update({name: linear for name, (linear, _) in one.items()})
@@ -161,11 +162,11 @@ class Walking:
 
         self.progress.set_postfix_str("statistics")
         with fast_linear():
-            groups, once = input_groups(block, linears, calls, index, self.device)
+            groups, once = input_groups(block, linears, calls, index, self.context.device)
             in_step = method.sequential and once and self.calibrated
             if in_step:
                 how = {"to_the_end": to_the_end, "beside": self.beside}
-                Lockstep(self.model, block, index, linears, groups, calls, needs, self.device, **how).run(solve)
+                Lockstep(self.model, block, index, linears, groups, calls, needs, self.context.device, **how).run(solve)
             else:
                 if self.beside:
                     notes.append("its inputs in the uncompressed model are not known here")
@@ -175,7 +176,7 @@ class Walking:
                         "solved at the same time as the other linears of its block, not in sequence: some run more "
                         "than once in a pass"
                     )
-                collectors = collect(block, linears, groups, calls, index, needs, self.device, stop_early=once)
+                collectors = collect(block, linears, groups, calls, index, needs, self.context.device, stop_early=once)
                 several: list[tuple[str, LayerStatistics]] = []
                 for group in groups:
                     statistics = collectors.pop(group[0]).result()
@@ -190,7 +191,7 @@ class Walking:
         """For the uncompressed model, make the outputs of a block, with the linears that it has now, the inputs of the
         next one."""
         with fast_linear():
-            advance(self.blocks[index], self.beside, index, self.device)
+            advance(self.blocks[index], self.beside, index, self.context.device)
 
     def pass_on(self, index: int) -> None:
         """Make a block's outputs, with its present linears, the inputs of the next one, if there are calls."""
@@ -198,7 +199,7 @@ class Walking:
             return
         self.progress.set_postfix_str("propagate")
         with dense_weights(self.blocks[index]), fast_linear():
-            advance(self.blocks[index], self.calls, index, self.device)
+            advance(self.blocks[index], self.calls, index, self.context.device)
 
 
 def chosen_linears(model: nn.Module, method: Solver) -> list[str]:

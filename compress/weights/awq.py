@@ -1,8 +1,7 @@
 """AWQ (Lin et al., 2023, arXiv:2306.00978): columns with large inputs are scaled up, so that rounding changes them
 less, and ranges are clipped."""
 
-import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -41,8 +40,6 @@ class AWQ(FoldingMethod, LayerwiseMethod):
     source: ClassVar[str] = "arXiv:2306.00978"
     needs_calibration: ClassVar[bool] = True
     statistics: ClassVar[tuple[str, ...]] = ("gram", "absmean")
-
-    unclipped: ClassVar[Collection[str]] = ()  # linears that are not clipped, by name
 
     bits: int = knob(4, "bits per weight", choices=BITS, describes=True)
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
@@ -128,12 +125,8 @@ class AWQ(FoldingMethod, LayerwiseMethod):
             folds = FoldingMethod.apply(self, model, batches, replace(context, store=chosen))
         if self.only_scale:
             return folds
-        clipper = copy.copy(self)
-        object.__setattr__(clipper, "unclipped", compared_by_attention(model) if self.clip else set())
-        return [
-            *folds,
-            *LayerwiseMethod.apply(clipper, model, batches, context),
-        ]
+        unclipped = dict.fromkeys(compared_by_attention(model) if self.clip else (), True)
+        return [*folds, *LayerwiseMethod.apply(self, model, batches, context.with_measured(unclipped=unclipped))]
 
     def choose(self, link: Link, weights: list[Tensor], statistics: LayerStatistics) -> Choice:
         if not statistics.tokens:
@@ -160,7 +153,7 @@ class AWQ(FoldingMethod, LayerwiseMethod):
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         if not self.clip:
             return self.peer(W, statistics)
-        if statistics.name in self.unclipped:
+        if statistics.measured.get("unclipped"):
             statistics.note("not clipped: its outputs are queries or keys")
             return self.peer(W, statistics)
         if not statistics.tokens:

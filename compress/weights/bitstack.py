@@ -59,7 +59,7 @@ class BitStack(FisherMethod):
         made = bitstack(W, column_scales(W, H), rank=self.rank, blocks=self.blocks)
         stack = SignStack.from_blocks(made, torch.zeros(self.blocks, device=W.device))
         if H is not None:  # a linear that no token reached gains nothing
-            F = self.gradients[statistics.name].to(W.device)
+            F = statistics.measured["fisher"].to(W.device)
             D = W.clone()
             losses = [predicted_loss(D, F, H)]
             for number in range(self.blocks):

@@ -1,7 +1,6 @@
 """Shared code of the methods that weight errors by the squared gradients of the model's loss."""
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +21,6 @@ class FisherMethod(LayerwiseMethod):
 
     stage: ClassVar[str] = "quantize_weights"
     needs_calibration: ClassVar[bool] = True
-    gradients: ClassVar[Mapping[str, Tensor]] = {}  # F by linear, while the method is applied
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -30,10 +28,9 @@ class FisherMethod(LayerwiseMethod):
             raise ValueError(f"`where` (={self.where!r}) of {self.name} must be 'blocks': it cannot store embeddings")
 
     def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[LayerRecord]:
-        solver = copy.copy(self)
         folder = context.store and context.store.folder.parent
-        object.__setattr__(solver, "gradients", fisher(model, batches, device=context.device, folder=folder))
-        return LayerwiseMethod.apply(solver, model, batches, context)
+        gradients = fisher(model, batches, device=context.device, folder=folder)
+        return LayerwiseMethod.apply(self, model, batches, context.with_measured(fisher=gradients))
 
     def own_passes(self) -> str:
         return "the squared gradients"
@@ -49,7 +46,7 @@ class FisherMethod(LayerwiseMethod):
 
     def fisher_of(self, statistics: LayerStatistics, W: Tensor) -> Tensor:
         """F of a linear; ones, if no calibration token reached it."""
-        F = self.gradients[statistics.name].to(W.device)
+        F = statistics.measured["fisher"].to(W.device)
         if F.any():
             return F
         statistics.note("no gradient reached it: all weights count alike")

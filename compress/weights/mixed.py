@@ -1,8 +1,7 @@
 """Mixed precision under a budget: every layer gets one of several methods, so that the model loses least."""
 
-import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -48,7 +47,6 @@ class Mixed(LayerwiseMethod):
     stage: ClassVar[str] = "quantize_weights"
     source: ClassVar[str] = "arXiv:2308.10438"  # section 4, with bits instead of zeros
     needs_calibration: ClassVar[bool] = True
-    chosen: ClassVar[Mapping[str, LayerwiseMethod]] = {}  # by linear, after the budget was divided
 
     budget_mb: float = knob(
         100.0,
@@ -157,10 +155,10 @@ class Mixed(LayerwiseMethod):
             raise ValueError(f"`choices` (={self.choices!r}) of {self.name}: all of them leave out {name}")
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
-        return self.chosen[statistics.name].solve(W, statistics)
+        return statistics.measured["choice"].solve(W, statistics)
 
     def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format] | None:
-        return self.chosen[statistics.name].peer(W, statistics)
+        return statistics.measured["choice"].peer(W, statistics)
 
     def apply(
         self, model: nn.Module, batches: Sequence[Tensor], context: Context
@@ -173,8 +171,7 @@ class Mixed(LayerwiseMethod):
         numbers = program.within(self.budget_mb * 1e6 - beside)
         texts = {name: list(layer.choices)[numbers[name]] for name, layer in layers.items()}
         by_member = {member: name for name, layer in layers.items() for member in layer.members}
-        solver = copy.copy(self)
-        object.__setattr__(solver, "chosen", {member: self.methods[texts[name]] for member, name in by_member.items()})
+        choices = {member: self.methods[texts[name]] for member, name in by_member.items()}
         best = program.of(numbers)
         allocation = AllocationRecord(
             loss=self.loss,
@@ -185,7 +182,7 @@ class Mixed(LayerwiseMethod):
             layers=len(layers),
             seconds=clock(context.device) - start,
         )
-        records = LayerwiseMethod.apply(solver, model, batches, context)
+        records = LayerwiseMethod.apply(self, model, batches, context.with_measured(choice=choices))
         shown = {name: {text: choice.loss for text, choice in layer.choices.items()} for name, layer in layers.items()}
         told = [
             dataclasses.replace(one, choice=texts[by_member[one.name]], choices=shown[by_member[one.name]])

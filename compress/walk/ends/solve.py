@@ -114,6 +114,7 @@ def _solve(
             statistics[name] = head_statistics(model, part, needs, device=device, reached=reached)
     made: dict[str, tuple[CompressedLinear, LayerRecord]] = {}
     for name in current().share(list(shapes)):
+        statistics[name].measured = context.of(name)
         made[name] = solve_end(
             model.get_submodule(name), name, context.originals.get(name), statistics[name], method, device
         )

@@ -208,6 +208,8 @@ def _solve_block(
             original = context.originals.get(name)
             original = None if original is None else weight_of(original).to(context.device)
             linear = model.get_submodule(name)
-            made[name] = solve_linear(name, linear, original, statistics.for_another(), method)
+            own = statistics.for_another()
+            own.measured = context.of(name)
+            made[name] = solve_linear(name, linear, original, own, method)
     every = {name: one for part in current().gathered(made) for name, one in part.items()}
     return {name: every[name][0] for name in names}, [every[name][1] for name in names]

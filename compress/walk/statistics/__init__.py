@@ -2,7 +2,7 @@
 STATISTICS."""
 
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -264,6 +264,7 @@ class LayerStatistics:
         ordered: an earlier method put the channels that the linear reads into another order.
         keep: [out, in] bool, False for weights that an earlier method set to 0, which the walk keeps at 0; None if none
             did.
+        measured: what the method itself has measured of this linear before, see `compress.walk.context.Context`.
         notes: the method's notes about this layer, for the record.
     """
 
@@ -276,6 +277,7 @@ class LayerStatistics:
         self.stored: list[Format] = []
         self.ordered = False
         self.keep: Tensor | None = None
+        self.measured: dict[str, Any] = {}
         self.notes: list[str] = []
 
     def for_another(self) -> "LayerStatistics":
