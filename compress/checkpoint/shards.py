@@ -94,11 +94,6 @@ def _own_copy(tensor: Tensor) -> Tensor:
     return tensor.contiguous().clone() if tensor._is_view() else tensor.contiguous()
 
 
-def total_bytes(folder: Path) -> int:
-    """Bytes of all weight files of a folder."""
-    return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
-
-
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all tensors that a model stores, each shared tensor once."""
     state = model.state_dict().items()

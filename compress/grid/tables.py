@@ -11,7 +11,8 @@ from kernels.lut_matmul import NF4, normal_float
 # The table of llama.cpp's IQ4_NL and IQ4_XS (`kvalues_iq4nl` of ggml): steps that grow with the distance from 0.
 IQ4_NL = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 
-# Learned by `compress.grid.learned`, like a table such as IQ4_NL: normal weights in groups of 32, with searched scales.
+# Learned by Lloyd's algorithm (`learn_table` in tests/compress/test_grids.py) on normal weights in groups of 32, with
+# searched scales: a table like IQ4_NL, with fewer values.
 NL3 = torch.tensor([-127.0, -76, -45, -18, 6, 32, 62, 104])
 NL2 = torch.tensor([-127.0, -43, 19, 90])
 
@@ -47,8 +48,8 @@ TABLES: dict[str, Values] = {
     "nf3": Values(3, _normal(4, 3), "quantiles as in arXiv:2305.14314"),
     "fp4": Values(4, E2M1.values(), "e2m1, " + MX),
     "iq4_nl": Values(4, IQ4_NL, "llama.cpp, kvalues_iq4nl"),
-    "nl3": Values(3, NL3, "compress.grid.learned"),
-    "nl2": Values(2, NL2, "compress.grid.learned"),
+    "nl3": Values(3, NL3, "Lloyd's algorithm on normal weights"),
+    "nl2": Values(2, NL2, "Lloyd's algorithm on normal weights"),
     "mxfp4": Values(4, E2M1.values(), MX, "e8m0", 32),
     "nvfp4": Values(4, E2M1.values(), "NVIDIA NVFP4: e4m3 scales and a float32 for the weight", "e4m3", 16),
     "fp6_e3m2": Values(6, E3M2.values(), MX),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compress.formats import Format
-from compress.grid.grids import GRIDS, SCALE_KINDS, check_grid, make_grid, scale_rule, scales_of
+from compress.grid.grids import make_grid, scale_rule, scales_of
 from compress.grid.integer import AT_ONCE
 from compress.grid.nearest import rtn
 from compress.method import Method, knob
@@ -21,7 +21,7 @@ from compress.walk.folds.links import Link, compared_by_attention
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
-from kernels.int_matmul import BITS
+from compress.weights.on_grid import GridMethod
 from kernels.linear import linear
 
 # Knobs that are settled by a weight quantiser that follows.
@@ -30,7 +30,7 @@ SMALLEST = 1e-4  # least mean magnitude of an input, as a fraction of the link's
 
 
 @dataclass(frozen=True, kw_only=True)
-class AWQ(FoldingMethod, LayerwiseMethod):
+class AWQ(FoldingMethod, GridMethod):
     """Scales up the weights of large inputs before rounding, so that they lose less, and clips each group's range.
 
     When a weight quantiser follows in the recipe, AWQ only folds the scales, and chooses them for its grid.
@@ -41,21 +41,7 @@ class AWQ(FoldingMethod, LayerwiseMethod):
     needs_calibration: ClassVar[bool] = True
     statistics: ClassVar[tuple[str, ...]] = ("gram", "absmean")
 
-    bits: int = knob(4, "bits per weight", choices=BITS, describes=True)
-    group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
-    grid: str = knob(
-        "int",
-        "values that a weight may take, times its scale: integers, or a table of numbers; `bits` must be the bits of "
-        "the table",
-        choices=GRIDS,
-    )
     symmetric: bool = knob(False, "no zero point: the grid lies around 0")
-    scale_dtype: str = knob(
-        "bfloat16",
-        "how scales are stored: as floats; int6, int8: integers times a factor for 512 columns; shift4: such a factor "
-        "divided by powers of two; e8m0: powers of two; tile16: powers of two that 16 rows share",
-        choices=SCALE_KINDS,
-    )
     strengths: int = knob(20, "strengths of the scaling that are tried, from 0 up to 1", range=(1, 1000))
     clip: bool = knob(
         True, "search each group's range for the least error of the layer's output; False: cover the group"
@@ -102,14 +88,8 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         if self.where != "embedding":
             FoldingMethod.check(self, model)
 
-    def check_layer(self, name: str, shape: tuple[int, int]) -> None:
-        check_grid(self, name, shape)
-
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]] | None:
-        if self.only_scale:
-            return None
-        grid = make_grid(self.grid, self.bits, self.symmetric)
-        return [grid.spec_of(shape, self.group_size, scales_of(self.grid, self.scale_dtype))]
+        return None if self.only_scale else GridMethod.stores(self, shape)
 
     def leaves(self, link: Link) -> str:
         return (
@@ -159,29 +139,10 @@ class AWQ(FoldingMethod, LayerwiseMethod):
         if not statistics.tokens:
             statistics.note("not clipped: no calibration token came by")
             return self.peer(W, statistics)
-        group_size = W.shape[1] if self.group_size == -1 else self.group_size
-        return [
-            awq_clip(
-                W,
-                _gram(statistics),
-                bits=self.bits,
-                group_size=group_size,
-                grid=self.grid,
-                symmetric=self.symmetric,
-                scale_dtype=scales_of(self.grid, self.scale_dtype),
-            )
-        ]
+        return [awq_clip(W, _gram(statistics), **self.aim(W.shape[1]))]
 
     def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
-        stored = rtn(
-            W,
-            bits=self.bits,
-            group_size=self.group_size,
-            grid=self.grid,
-            symmetric=self.symmetric,
-            scale_dtype=scales_of(self.grid, self.scale_dtype),
-        )
-        return [stored]
+        return [rtn(W, **self.aim(W.shape[1]))]
 
     def _takes(self, name: str) -> bool:
         return not is_named(name, self.skip)

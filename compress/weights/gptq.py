@@ -3,43 +3,31 @@ error."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from compress.formats import Format
-from compress.grid.grids import GRIDS, SCALE_KINDS, check_grid, check_zeros, make_grid, scale_rule, scales_of
+from compress.grid.grids import check_zeros, make_grid, scale_rule
 from compress.grid.integer import SCALES
 from compress.grid.nearest import rtn
 from compress.method import Method, knob
 from compress.walk.hessian import Factor, diagonal_with, factorise
-from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
+from compress.weights.on_grid import GridMethod, HessianMethod
 from kernels.gptq_block import gptq_block
-from kernels.int_matmul import BITS
 
 BLOCK = 128  # columns whose updates are applied at once to the rest (lazy batch updates)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTQ(LayerwiseMethod):
+class GPTQ(HessianMethod, GridMethod):
     """Quantises a weight column by column and corrects the later columns for each rounding error, by the Hessian."""
 
     name: ClassVar[str] = "gptq"
-    stage: ClassVar[str] = "quantize_weights"
     source: ClassVar[str] = "arXiv:2210.17323"
-    needs_calibration: ClassVar[bool] = True
-    statistics: ClassVar[tuple[str, ...]] = ("gram", "starts")
-    bits: int = knob(4, "bits per weight", choices=BITS, describes=True)
-    group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
-    grid: str = knob(
-        "int",
-        "values that a weight may take, times its scale: integers, or a table of numbers; `bits` must be the bits of "
-        "the table",
-        choices=GRIDS,
-    )
-    symmetric: bool = knob(True, "no zero point: the grid lies around 0")
+
     scale: str = knob(
         "search",
         "cover each group (absmax), or search the least error over clipping (clip), or over clipping and sign (search)",
@@ -57,36 +45,14 @@ class GPTQ(LayerwiseMethod):
         "with scales fixed beforehand (activation); not at all (none)",
         choices=("group", "activation", "none"),
     )
-    damp: float = knob(0.01, "damping added to diag(H), as a fraction of its mean", range=(0, 1))
-    sink_weight: float = knob(
-        64.0,
-        "weight in H of each calibration window's first token, to which the later ones attend; 1: as any other token",
-        range=(0, 1e6),
-    )
-    min_tokens: int = knob(
-        128, "below this many calibration tokens a linear (an expert) is rounded to nearest", range=(1, 1 << 30)
-    )
-    scale_dtype: str = knob(
-        "bfloat16",
-        "how scales are stored: as floats; int6, int8: integers times a factor for 512 columns; shift4: such a factor "
-        "divided by powers of two; e8m0: powers of two; tile16: powers of two that 16 rows share",
-        choices=SCALE_KINDS,
-    )
 
     @property
     def working_set(self) -> tuple[float, float]:
         return (8.0 if self.scale == "search" else 3.0), 1.0  # a search tries many scales on the whole weight at once
 
-    def check_layer(self, name: str, shape: tuple[int, int]) -> None:
-        check_grid(self, name, shape)
-
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
         check_zeros(self, before)
         return self
-
-    def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
-        grid = make_grid(self.grid, self.bits, self.symmetric)
-        return [grid.spec_of(shape, self.group_size, scales_of(self.grid, self.scale_dtype))]
 
     def peer(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         """Rounding to nearest with scales chosen in the same way, without the correction of later columns."""
@@ -97,21 +63,16 @@ class GPTQ(LayerwiseMethod):
         if statistics.tokens < self.min_tokens:
             statistics.note(f"rounded to nearest: {statistics.tokens} tokens, min_tokens is {self.min_tokens}")
             return [self._rounded(W, None)]
-        group_size = W.shape[1] if self.group_size == -1 else self.group_size
         factor = self.factor(W, statistics)
         for text in factor.notes:
             statistics.note(text)
         stored = gptq(
             W,
             factor,
-            bits=self.bits,
-            group_size=group_size,
-            symmetric=self.symmetric,
-            grid=self.grid,
+            **self.aim(W.shape[1]),
             scale=self.scale,
             norm=self.norm,
             refit=self.refit and self.order != "activation",
-            scale_dtype=scales_of(self.grid, self.scale_dtype),
             keep=statistics.keep,
         )
         return [stored]
@@ -128,35 +89,14 @@ class GPTQ(LayerwiseMethod):
 
     def key(self, W: Tensor) -> tuple:
         """The data on which the factor depends, beside H."""
-        group_size = W.shape[1] if self.group_size == -1 else self.group_size
-        return "factor", self.order, group_size, self.damp, self.sink_weight
-
-    def first_tokens(self, statistics: LayerStatistics) -> tuple[Tensor, float] | None:
-        """The inputs of the windows' first tokens, and the factor of their Gram matrix for `factorise`, so that these
-        tokens count `sink_weight` times in H; None if they count as any other token.
-
-        Deviation from the paper, which counts all tokens alike: every later token attends to the first one (an
-        attention sink, arXiv:2309.17453), so its error reaches all of them; see seeds/log.md for the effect.
-        """
-        first, more = statistics.values["starts"], (self.sink_weight - 1) * 2 / max(statistics.tokens, 1)
-        return (first, more) if more and len(first) else None
+        return "factor", self.order, self.aim(W.shape[1])["group_size"], self.damp, self.sink_weight
 
     def diagonal(self, statistics: LayerStatistics) -> Tensor:
         """diag(H) [in], the first tokens counted `sink_weight` times."""
         return diagonal_with(statistics.values["gram"], self.first_tokens(statistics))
 
     def _rounded(self, W: Tensor, importance: Tensor | None) -> Format:
-        return rtn(
-            W,
-            bits=self.bits,
-            group_size=self.group_size,
-            symmetric=self.symmetric,
-            grid=self.grid,
-            scale=self.scale,
-            norm=self.norm,
-            scale_dtype=scales_of(self.grid, self.scale_dtype),
-            importance=importance,
-        )
+        return rtn(W, **self.aim(W.shape[1]), scale=self.scale, norm=self.norm, importance=importance)
 
 
 def column_order(diagonal: Tensor, order: str, group_size: int) -> Tensor:

@@ -9,22 +9,19 @@ from torch import Tensor
 from compress.formats import Format, TernaryWeight
 from compress.method import knob
 from compress.walk.hessian import Factor, diagonal_with, factorise
-from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
+from compress.weights.on_grid import HessianMethod
 from kernels.ternary_matmul import P0
 
 BLOCK = 128  # columns whose updates are applied at once to the rest
 
 
 @dataclass(frozen=True, kw_only=True)
-class QMoE(LayerwiseMethod):
+class QMoE(HessianMethod):
     """Rounds each weight to 0 or to one of two values per row, with the correction of GPTQ, in less than a bit."""
 
     name: ClassVar[str] = "qmoe"
-    stage: ClassVar[str] = "quantize_weights"
     source: ClassVar[str] = "arXiv:2310.16795"
-    needs_calibration: ClassVar[bool] = True
-    statistics: ClassVar[tuple[str, ...]] = ("gram", "starts")
     working_set: ClassVar[tuple[float, float]] = (6.0, 1.0)
 
     reach: float = knob(
@@ -36,14 +33,6 @@ class QMoE(LayerwiseMethod):
     )
     p0: float = knob(0.885, "share of zeros for which the dictionary of the code is made", range=P0)
     damp: float = knob(0.1, "damping added to diag(H), as a fraction of its mean", range=(0, 1))
-    sink_weight: float = knob(
-        64.0,
-        "weight in H of each calibration window's first token, to which the later ones attend; 1: as any other token",
-        range=(0, 1e6),
-    )
-    min_tokens: int = knob(
-        128, "below this many calibration tokens a linear (an expert) is rounded to nearest", range=(1, 1 << 30)
-    )
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
         return [TernaryWeight.spec_of(shape, p0=self.p0)]
@@ -65,9 +54,7 @@ class QMoE(LayerwiseMethod):
         """The factor of H, with columns by falling diagonal; the linears that read the same input share it."""
         key = "ternary factor", self.damp, self.sink_weight
         if key not in statistics.shared:
-            gram, starts = statistics.values["gram"], statistics.values["starts"]
-            more = (self.sink_weight - 1) * 2 / max(statistics.tokens, 1)  # as in GPTQ: see its `first_tokens`
-            first = (starts, more) if more and len(starts) else None
+            gram, first = statistics.values["gram"], self.first_tokens(statistics)
             order = diagonal_with(gram, first).argsort(descending=True, stable=True)
             statistics.shared[key] = factorise(gram, self.damp, order, first)
         return statistics.shared[key]

@@ -10,33 +10,24 @@ from compress.formats import Format, TrellisWeight
 from compress.formats.trellis import signs_for, turn
 from compress.method import knob
 from compress.walk.hessian import Factor, factorise
-from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
+from compress.weights.on_grid import HessianMethod
 from kernels.trellis_matmul import BITS, STATES, UNIT, length_for, pack_symbols, values, viterbi, walk_states
 
 BLOCK = 128  # columns whose updates are applied at once to the rest
 
 
 @dataclass(frozen=True, kw_only=True)
-class QTIP(LayerwiseMethod):
+class QTIP(HessianMethod):
     """Rotates the inputs, and stores each column as walks through a trellis, corrected for the columns before it."""
 
     name: ClassVar[str] = "qtip"
-    stage: ClassVar[str] = "quantize_weights"
     source: ClassVar[str] = "arXiv:2406.11235"
-    needs_calibration: ClassVar[bool] = True
-    statistics: ClassVar[tuple[str, ...]] = ("gram", "starts")
     working_set: ClassVar[tuple[float, float]] = (10.0, 3.0)
 
     bits: int = knob(3, "bits per weight", choices=BITS, describes=True)
     states: int = knob(
         14, "bits of a trellis state: two more lower the error by 2 to 6 %, for 4 times the work", choices=STATES
-    )
-    damp: float = knob(0.01, "damping added to diag(H), as a fraction of its mean", range=(0, 1))
-    sink_weight: float = knob(
-        64.0,
-        "weight in H of each calibration window's first token, to which the later ones attend; 1: as any other token",
-        range=(0, 1e6),
     )
     min_tokens: int = knob(
         128, "below this many calibration tokens a linear (an expert) is stored without correction", range=(1, 1 << 30)
@@ -61,10 +52,9 @@ class QTIP(LayerwiseMethod):
         """The factor of the Hessian of the rotated inputs; the linears that read the same input share it."""
         key = "rotated factor", self.damp, self.sink_weight, self.seed
         if key not in statistics.shared:
-            gram, starts = statistics.values["gram"], statistics.values["starts"]
-            H = turn(turn(gram, signs).t().contiguous(), signs)
-            more = (self.sink_weight - 1) * 2 / max(statistics.tokens, 1)  # as in GPTQ: see its `first_tokens`
-            first = (turn(starts, signs), more) if more and len(starts) else None
+            H = turn(turn(statistics.values["gram"], signs).t().contiguous(), signs)
+            first = self.first_tokens(statistics)
+            first = first and (turn(first[0], signs), first[1])
             statistics.shared[key] = factorise(H, self.damp, torch.arange(len(H), device=H.device), first)
         return statistics.shared[key]
 

@@ -14,7 +14,6 @@ from compress.floats import E2M1, E4M3, E5M2, FLOATS, ROUNDINGS, Float, float_na
 from compress.formats import FORMATS
 from compress.formats.scales import INTEGERS, SCALE_KINDS, super_groups
 from compress.grid.grids import GRIDS, TABLES, Table, make_grid, scale_rule
-from compress.grid.learned import learn_table
 from compress.grid.nearest import rtn
 from compress.linear import CompressedLinear, compressed_linears
 from compress.recipe import parse_recipe
@@ -34,6 +33,30 @@ def hessian(columns=96, tokens=300, seed=1):
     mix = torch.randn(columns, columns, generator=g) / columns**0.5 + torch.eye(columns) * 0.5
     x = torch.randn(tokens, columns, generator=g) @ mix * torch.rand(columns, generator=g).mul(3).exp()
     return 2 / tokens * x.T @ x
+
+
+def learn_table(w, table, *, steps):
+    """The table after some steps of Lloyd's algorithm: scales and codes for the table, then the table for those.
+
+    Args:
+        w: [groups, group_size], weights to learn from.
+        table: float32 [2^bits], ascending, of either sign: where to start.
+
+    Returns:
+        [2^bits], ascending; its largest magnitude is 127. For the least error each value becomes the mean of w / scale
+        over the weights of its code, weighted by scale².
+    """
+    bits = (len(table) - 1).bit_length()
+    for _ in range(steps):
+        grid = Table(bits, table)
+        scale, zero = grid.choose(w, lambda s: s, how="search", importance=None, norm=2.0)
+        s = scale[:, None]
+        codes = grid.quantize(w, s, zero).long().flatten()
+        sums = torch.zeros_like(table).index_add_(0, codes, (w * s).flatten())
+        squares = torch.zeros_like(table).index_add_(0, codes, s.square().expand_as(w).flatten())
+        table = torch.where(squares > 0, sums / squares.clamp(min=1e-30), table)
+        table = table * (127.0 / table.abs().max())
+    return table.sort().values
 
 
 @pytest.mark.parametrize("name", TABLES)
