@@ -15,6 +15,8 @@ from compress.grid.nearest import rtn
 from compress.linear import CompressedLinear, compressed_linears
 from compress.method import settle
 from compress.recipe import parse_recipe
+from kernels.registry import recording
+from kernels.support.declarations import TOLERANCE
 
 
 def left_over(shape, seed=0):
@@ -88,6 +90,33 @@ def test_added_parts_multiply_come_back_and_count_their_bytes(kind):
     other = CompressedLinear([rtn(W, bits=4), part.from_tensors(part.spec(), zeros)], None, dtype=torch.float32)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(x), layer(x)), "what is laid out follows what is loaded"
+
+
+@pytest.mark.parametrize(
+    ("shape", "share", "tokens", "dtype"),
+    [
+        ((48, 512), 0.01, (1,), torch.bfloat16),
+        ((37, 65), 0.05, (2, 3), torch.float16),
+        ((131, 384), 0.005, (33,), torch.float32),
+        ((5, 7), 0.0, (4,), torch.float32),
+        ((24, 128), 1.0, (1, 1), torch.float32),
+        ((16, 64), 0.1, (0,), torch.bfloat16),
+    ],
+)
+def test_products_of_compressed_rows_are_right(shape, share, tokens, dtype):
+    """Against float64, also with x transposed; the op survives the compiler, and says what ran."""
+    W = torch.randn(shape).half().float()
+    part = CsrWeight.from_chosen(W, torch.rand(shape) < share)
+    part.for_compute(dtype, torch.device("cpu"))
+    W, x = part.dequantize().double(), torch.randn(*tokens, shape[1]).to(dtype)
+    for given in (x, torch.randn(2 * shape[1], 11).to(dtype).t()[:, ::2]):
+        with recording() as ran:
+            y = part.matmul(given)
+        expected = given.double() @ W.t()
+        assert y.dtype == dtype and ran == {"csr_matmul": {"library"}} and y.shape == expected.shape
+        assert (y.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+    arguments = (x, part.values_wide, part.columns_wide, part.offsets, shape[0])
+    torch.library.opcheck(torch.ops.workbench.csr_matmul.default, arguments)
 
 
 @pytest.mark.slow
