@@ -30,7 +30,7 @@ from compress.walk.finite import naming
 from compress.walk.identity import code_sha256, weights_sha256
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.offload import offloaded_parts, original_linears
-from compress.walk.once.calibrated import Shared, shared_statistics
+from compress.walk.once.calibrated import SharedStatistics, shared_statistics
 from compress.walk.parallel.ranks import current, joined
 from compress.walk.parallel.spawn import device_of_process, spawned
 from compress.walk.resume import BlockStore
@@ -110,7 +110,7 @@ def _together(call: Callable, arguments: Mapping[str, Any], plan: Plan) -> Itera
         yield device
 
 
-def _run(plan: Plan, device: torch.device, shared: Shared | None) -> Result:
+def _run(plan: Plan, device: torch.device, shared: SharedStatistics | None) -> Result:
     """`run` in every process; `shared`: the place for statistics that recipes share, None: each method collects its
     own."""
     recipe, model = plan.recipe, plan.model
@@ -147,7 +147,7 @@ def _run(plan: Plan, device: torch.device, shared: Shared | None) -> Result:
     )
 
 
-def _apply_methods(plan: Plan, device: torch.device, shared: Shared | None) -> list[Told]:
+def _apply_methods(plan: Plan, device: torch.device, shared: SharedStatistics | None) -> list[Told]:
     """Apply the methods of a plan, one after the other; returns all their records."""
     recipe, model, batches, tokens = plan.recipe, plan.model, plan.batches, plan.calibration
     made: list[Told] = []
@@ -238,7 +238,7 @@ def _work_folder(plan: Plan) -> WorkFolder:
     return parts[0].folder if parts else WorkFolder(plan.work_path or "")
 
 
-def _shared(plans: Sequence[Plan]) -> AbstractContextManager[Shared | None]:
+def _shared(plans: Sequence[Plan]) -> AbstractContextManager[SharedStatistics | None]:
     """The place of the statistics that these plans share; None unless they are calibrated once."""
     if plans[0].calibrate != "once":
         return nullcontext()

@@ -16,7 +16,7 @@ _WORDS = "|".join(set(python.kwlist) - {"True", "False", "None"})
 _KEYWORD = re.compile(rf"'[^']*'|\"[^\"]*\"|(?<=[={{,])\s*({_WORDS})\s*(?=[,)}}])")
 
 
-class Variant(NamedTuple):
+class RecipeVariant(NamedTuple):
     """A recipe with one value chosen from each pair of braces.
 
     values: the chosen values as text. text: the recipe with these values; unchanged if it has no braces.
@@ -27,7 +27,9 @@ class Variant(NamedTuple):
     methods: list[Method]
 
 
-def variants_of(text: str, methods: Mapping[str, type[Method]], parameter: str = "recipe") -> tuple[str, list[Variant]]:
+def variants_of(
+    text: str, methods: Mapping[str, type[Method]], parameter: str = "recipe"
+) -> tuple[str, list[RecipeVariant]]:
     """A recipe with {} in the place of its braces, and one variant for each combination of the values in them.
 
     Args:
@@ -61,7 +63,7 @@ def variants_of(text: str, methods: Mapping[str, type[Method]], parameter: str =
         for (knob, _), (_, value) in zip(several, chosen, strict=True):
             knob.value = value
         made = [_method(element, methods, text, parameter) for element in tree.elts]
-        variants.append(Variant(tuple(value for value, _ in chosen), _shown(tree) if several else text, made))
+        variants.append(RecipeVariant(tuple(value for value, _ in chosen), _shown(tree) if several else text, made))
     for knob, _ in several:
         knob.value = ast.Name("__values__")
     return (_shown(tree).replace("__values__", "{}") if several else text), variants

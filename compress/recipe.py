@@ -8,7 +8,7 @@ int8(activations=tensor)`), and a knob may have several values in braces: `wanda
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from compress.grammar import Variant, split_recipes, variants_of
+from compress.grammar import RecipeVariant, split_recipes, variants_of
 from compress.method import METHODS, Method, settle
 
 Recipe = str | Method | Iterable[str | Method]  # wherever a function takes a recipe
@@ -17,7 +17,7 @@ TAKEN = {"baseline", "compressed", "unsmoothed", "bfloat16", "float32"}  # names
 
 def parse_variants(
     text: str, parameter: str = "recipe", also: Iterable[type[Method]] = ()
-) -> tuple[str, list[Variant]]:
+) -> tuple[str, list[RecipeVariant]]:
     """`compress.grammar.variants_of` for the methods in METHODS.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compress.method import Method, knob
-from compress.walk.folds.folding import Choice, FoldingMethod
+from compress.walk.folds.folding import FoldChoice, FoldingMethod
 from compress.walk.folds.links import Link
 from compress.walk.statistics import LayerStatistics
 from kernels.linear import linear
@@ -63,7 +63,7 @@ class SmoothQuant(FoldingMethod):
             return f"`links` (='norm') leaves out what reads a linear ({link.producer}); 'all' would take it"
         return ""
 
-    def choose(self, link: Link, weights: list[Tensor], statistics: LayerStatistics) -> Choice:
+    def choose(self, link: Link, weights: list[Tensor], statistics: LayerStatistics) -> FoldChoice:
         """Scales of equation 4; errors are measured on a sample of tokens, with scales and a static step from all
         other tokens.
 
@@ -85,8 +85,8 @@ class SmoothQuant(FoldingMethod):
         errors = {alpha: error(smoothing_scales(link.largest(rest), w, alpha)) for alpha in alphas}
         alpha = min(errors, key=errors.__getitem__)
         if self.alpha == "search" and errors[alpha] >= before:
-            return Choice(unmoved, None, before, before, ("nothing moved: no alpha lessens the error in 8 bits",))
-        return Choice(smoothing_scales(link.largest(absmax), w, alpha), alpha, before, errors[alpha])
+            return FoldChoice(unmoved, None, before, before, ("nothing moved: no alpha lessens the error in 8 bits",))
+        return FoldChoice(smoothing_scales(link.largest(absmax), w, alpha), alpha, before, errors[alpha])
 
 
 def smoothing_scales(x: Tensor, w: Tensor, alpha: float) -> Tensor:

@@ -16,7 +16,7 @@ class Choice(NamedTuple):
     loss: float
 
 
-class Program:
+class BudgetProgram:
     """One choice for each layer, so that the sum of losses is least for every possible sum of costs.
 
     The state of the program is the sum of costs so far (a multiple-choice knapsack). Costs are counted in units of

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from compress.allocation.candidates import measure
 from compress.allocation.predictions import PredictionLoss
-from compress.allocation.program import Choice, Program
+from compress.allocation.program import BudgetProgram, Choice
 from compress.linear import weight_of
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import device_of, on_device
@@ -115,7 +115,7 @@ def allocate(curves: Mapping[str, Mapping[float, float]], weights: Mapping[str, 
         roots = np.interp(choices, [0, *levels], [0, *(math.sqrt(max(curve[level], 0)) for level in levels)])
         layers[name] = [Choice(weights[name] * (steps - k), float(root) ** 2) for k, root in enumerate(roots)]
     budget = (steps - ratio / STEP) * sum(weights.values())
-    numbers = Program(layers).within(budget + 1e-6 * steps)
+    numbers = BudgetProgram(layers).within(budget + 1e-6 * steps)
     return {name: float(choices[number]) for name, number in numbers.items()}
 
 

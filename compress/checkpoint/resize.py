@@ -16,7 +16,7 @@ from compress.formats.sizes.sign_stack import BLOCKWISE, SignStack
 from compress.linear import compressed_linears
 
 
-class Place(NamedTuple):
+class StackPlace(NamedTuple):
     """The place of a stack: the linear, and the number of the part."""
 
     linear: str
@@ -70,16 +70,16 @@ def resize(model: nn.Module, size_mb: float, *, path: str | Path | None = None) 
     return model
 
 
-def _stacks(model: nn.Module) -> dict[Place, SignStack]:
+def _stacks(model: nn.Module) -> dict[StackPlace, SignStack]:
     return {
-        Place(name, number): part
+        StackPlace(name, number): part
         for name, linear in compressed_linears(model).items()
         for number, part in enumerate(linear.parts)
         if isinstance(part, SignStack)
     }
 
 
-def _put(model: nn.Module, place: Place, count: int, stack: SignStack, more: dict[str, Tensor] | None) -> None:
+def _put(model: nn.Module, place: StackPlace, count: int, stack: SignStack, more: dict[str, Tensor] | None) -> None:
     """Give a stack this number of blocks; `more`: blocks that follow its own."""
     if count == stack.blocks:
         return
@@ -105,7 +105,7 @@ class _Checkpoint:
         with reading(folder):
             linears, self._shards = read_layout(folder)["linears"], Shards(folder)
             self._specs = {
-                Place(name, number): part
+                StackPlace(name, number): part
                 for name, linear in linears.items()
                 for number, part in enumerate(linear["parts"])
                 if part["format"] == SignStack.name
@@ -113,25 +113,27 @@ class _Checkpoint:
             rows = self._shards.read_rows({_key(place, "gains"): slice(None) for place in self._specs})
             self.gains = {place: rows[_key(place, "gains")] for place in self._specs}
 
-    def holds(self, place: Place, stack: SignStack) -> bool:
+    def holds(self, place: StackPlace, stack: SignStack) -> bool:
         """Whether the blocks of this stack, by their gains, are the first blocks of the saved stack of this place."""
         saved = self._specs.get(place)
         if saved is None or saved | {"blocks": stack.blocks} != stack.spec() or saved["blocks"] < stack.blocks:
             return False
         return self.gains[place][: stack.blocks].equal(stack.gains.cpu())
 
-    def blocks(self, wanted: Mapping[Place, slice]) -> dict[Place, dict[str, Tensor]]:
+    def blocks(self, wanted: Mapping[StackPlace, slice]) -> dict[StackPlace, dict[str, Tensor]]:
         """The buffers of some blocks of some stacks."""
         rows = {_key(place, name): part for place, part in wanted.items() for name in BLOCKWISE}
         read = self._shards.read_rows(rows)
         return {place: {name: read[_key(place, name)] for name in BLOCKWISE} for place in wanted}
 
 
-def _key(place: Place, name: str) -> str:
+def _key(place: StackPlace, name: str) -> str:
     return f"{place.linear}.parts.{place.part}.{name}"
 
 
-def _checkpoint_of(model: nn.Module, stacks: dict[Place, SignStack], path: str | Path | None) -> _Checkpoint | None:
+def _checkpoint_of(
+    model: nn.Module, stacks: dict[StackPlace, SignStack], path: str | Path | None
+) -> _Checkpoint | None:
     """The checkpoint that holds the model's blocks; None if none was named and the model was not loaded from one."""
     folder = Path(getattr(model, "name_or_path", "") if path is None else path)
     if path is None and not (folder / LAYOUT).is_file():

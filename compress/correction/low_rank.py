@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from compress.correction.base import Correction
-from compress.formats import Format
-from compress.formats import LowRank as LowRankWeight
+from compress.formats import Format, LowRankWeight
 from compress.formats.low_rank import BITS, rounded
 from compress.method import knob
 from compress.walk.statistics import LayerStatistics

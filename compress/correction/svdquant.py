@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from compress.correction.low_rank import low_rank
-from compress.formats import Dense, Format
-from compress.formats import LowRank as LowRankWeight
+from compress.formats import Dense, Format, LowRankWeight
 from compress.method import Method, knob
 from compress.walk.folds.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod

@@ -12,7 +12,7 @@ from compress.formats.csr import CsrWeight
 from compress.formats.dense import Dense
 from compress.formats.eight_bit import EightBit
 from compress.formats.int_group import IntGroup
-from compress.formats.low_rank import LowRank
+from compress.formats.low_rank import LowRankWeight
 from compress.formats.sizes.row_tables import RowTables
 from compress.formats.sizes.sign_stack import SignStack
 from compress.formats.sparse24 import Sparse24Weight
@@ -23,7 +23,7 @@ FORMATS: dict[str, type[Format]] = {
     "dense": Dense, "int_group": IntGroup, "eight_bit": EightBit, "columns": Columns,
     "codebook": CodebookGroup, "bnb_int8": BnbInt8, "bnb_nf4": BnbNF4,
     "bitmap": Bitmap, "sparse24": Sparse24Weight,
-    "low_rank": LowRank, "csr": CsrWeight, "row_tables": RowTables, "trellis": TrellisWeight,
+    "low_rank": LowRankWeight, "csr": CsrWeight, "row_tables": RowTables, "trellis": TrellisWeight,
     "ternary": TernaryWeight, "sign_stack": SignStack,
 }  # fmt: skip
 
@@ -35,6 +35,6 @@ def bits_of(parts: Iterable[dict[str, Any]], float_bits: int = 16, zeros: float 
 
 __all__ = [
     "FORMATS", "Bitmap", "BnbInt8", "BnbNF4", "CodebookGroup", "Columns", "CsrWeight", "Dense", "EightBit", "Format",
-    "IntGroup", "LowRank", "RowTables", "SignStack", "Sparse24Weight", "TernaryWeight", "TrellisWeight",
+    "IntGroup", "LowRankWeight", "RowTables", "SignStack", "Sparse24Weight", "TernaryWeight", "TrellisWeight",
     "bits_of",
 ]  # fmt: skip

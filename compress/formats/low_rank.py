@@ -14,7 +14,7 @@ BITS = (16, 8)  # of a factor's entries
 LARGEST = 127  # code of 8 bits
 
 
-class LowRank(AsStored):
+class LowRankWeight(AsStored):
     """W = left @ right, multiplied as two small products: y = (x rightᵀ) leftᵀ.
 
     Buffers: `left` [out, rank] and `right` [rank, in], both float16; or both int8 with `scale` [rank] in float32, where
@@ -32,7 +32,7 @@ class LowRank(AsStored):
             self.register_buffer(name, tensor)
 
     @classmethod
-    def from_factors(cls, left: Tensor, right: Tensor, *, bits: int = 16) -> "LowRank":
+    def from_factors(cls, left: Tensor, right: Tensor, *, bits: int = 16) -> "LowRankWeight":
         """Store left [out, rank] @ right [rank, in]: as floats, with balanced magnitudes, or rounded to nearest, with a
         scale for each column of `left` and its row of `right`."""
         if bits == 16:
@@ -66,7 +66,7 @@ class LowRank(AsStored):
         return spec["bits"] * spec["rank"] * sum(spec["shape"]) / math.prod(spec["shape"])
 
     @classmethod
-    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "LowRank":
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "LowRankWeight":
         stored = Stored(spec, tensors)
         bits, rank = stored.number("bits", BITS), stored.number("rank", range(1, min(stored.shape) + 1))
         dtype = torch.float16 if bits == 16 else torch.int8

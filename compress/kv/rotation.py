@@ -29,7 +29,7 @@ def rotaries_of(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
 
 
-class Turn:
+class LayerRotation:
     """The rotation of queries and keys in one attention module, looked up when it is first needed."""
 
     def __init__(self, model: nn.Module, attention: nn.Module) -> None:
@@ -47,17 +47,17 @@ class Turn:
             raise ValueError(rotation)
         return x if rotation is None else rotation(x, positions, back)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Turn":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerRotation":
         return self
 
 
-def turn_of(model: nn.Module, attention: nn.Module) -> Turn:
+def turn_of(model: nn.Module, attention: nn.Module) -> LayerRotation:
     """The function by which an attention module rotates queries and keys."""
-    return Turn(model, attention)
+    return LayerRotation(model, attention)
 
 
 @dataclass(frozen=True, eq=False)
-class Rotation:
+class KeyRotation:
     """A way to rotate: the module that gives angles, the kind of layer that it asks for, the function that rotates, and
     how that function is called (one of `CALLS`)."""
 
@@ -102,7 +102,7 @@ def _of_complex(rotate: Callable, x: Tensor, angles: Tensor) -> Tensor:
 CALLS = (_of_pairs, _of_first_channels, _of_one, _of_complex)
 
 
-def likely_rotations(model: nn.Module, attention: nn.Module, x: Tensor) -> Iterator[Rotation]:
+def likely_rotations(model: nn.Module, attention: nn.Module, x: Tensor) -> Iterator[KeyRotation]:
     """The ways in which an attention module may rotate x [1, H, n, D], by what its file defines; they run."""
     functions = vars(sys.modules[type(attention).__module__])
     rotates = [function for name, function in functions.items() if name.startswith("apply_rotary")]
@@ -113,7 +113,7 @@ def likely_rotations(model: nn.Module, attention: nn.Module, x: Tensor) -> Itera
             kind["layer_type"] = attention.config.layer_types[attention.layer_idx]
         for rotate in rotates:
             for call in CALLS:
-                rotation = Rotation(rotary, kind, rotate, call)
+                rotation = KeyRotation(rotary, kind, rotate, call)
                 try:
                     turned = rotation(x, positions)
                 except Exception:  # another signature, or another module's widths
@@ -123,11 +123,11 @@ def likely_rotations(model: nn.Module, attention: nn.Module, x: Tensor) -> Itera
 
 
 # By attention module: its rotation, None if it does not rotate, or the reason why its rotation is not known.
-_known: weakref.WeakKeyDictionary[nn.Module, Rotation | str | None] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, KeyRotation | str | None] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
-def learned_rotations(model: nn.Module) -> dict[int, Rotation | str | None]:
+def learned_rotations(model: nn.Module) -> dict[int, KeyRotation | str | None]:
     """How each layer of a model rotates: None if it does not, or the reason why that is not known. Two short passes
     find it once; caches that will need it call this before a pass."""
     attentions = attentions_of(model)
@@ -163,12 +163,12 @@ def _held(model: nn.Module, start: int) -> dict[int, Held]:
     return {number: (layer.keys.float(), layer.values.float()) for number, layer in keeping.items()}
 
 
-def _rotation_of(model: nn.Module, attention: nn.Module, first: Held, moved: Held) -> Rotation | str | None:
+def _rotation_of(model: nn.Module, attention: nn.Module, first: Held, moved: Held) -> KeyRotation | str | None:
     """The rotation that turns the keys of the first positions into those of later positions, None if they are the same;
     else the reason."""
     (k, v), (wanted, later) = first, moved
     at = torch.arange(TOKENS, device=k.device)[None, -k.shape[2] :]  # layers with a window keep the last ones
-    ways: list[tuple[float, Rotation | None]] = [(_difference(k, wanted), None)]
+    ways: list[tuple[float, KeyRotation | None]] = [(_difference(k, wanted), None)]
     for rotation in likely_rotations(model, attention, k):
         ways.append((_difference(rotation(rotation(k, at, True), at + MOVED), wanted), rotation))
     difference, best = min(ways, key=lambda way: way[0])

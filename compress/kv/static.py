@@ -19,7 +19,7 @@ from compress.kv.storage import Slab
 from compress.kv.support import check_model, key_shape, key_shapes, left_alone, storing_layers
 from kernels.kv_decode import KV, dequantize_kv, kv_decode
 from kernels.step.cache import NewTokens
-from kernels.step.lent import Lent, Sparse
+from kernels.step.lent import Lent, ReadPositions
 
 NAME = "workbench_kv_static"
 SMALL = 0.1  # size of made-up keys and values: with large ones, the logits depend on rounding
@@ -99,7 +99,7 @@ class StaticSlab(Held):
     def lend(self) -> Lent | None:
         """The held positions, for a step of decoding that appends a token itself, which `at` and `lengths` do not
         count; None if such steps do not support the form of the positions, or the choice of them."""
-        sparse = Sparse() if self.sparse is None else self.sparse.lend(self)
+        sparse = ReadPositions() if self.sparse is None else self.sparse.lend(self)
         if sparse is None or not self.read_by_steps:
             return None
         self.place += 1

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from compress.kv.cache import CompressedCache
-from compress.kv.reading.offload import Offloaded
+from compress.kv.reading.offload import OffloadedRows
 
 
 class Tiers(NamedTuple):
@@ -11,7 +11,7 @@ class Tiers(NamedTuple):
 
     Attributes:
         near: bytes in the memory that attention reads.
-        far: bytes outside of this memory, in `Offloaded`.
+        far: bytes outside of this memory, in `OffloadedRows`.
         fetched: bytes that were fetched from outside so far.
     """
 
@@ -23,6 +23,6 @@ class Tiers(NamedTuple):
 def tiers(cache: CompressedCache) -> Tiers:
     """The bytes of a cache by place (`CompressedCache.nbytes` counts both), and the number that was fetched."""
     parts = [getattr(slab, "values", None) for layer in cache.filled for slab in layer.slabs]
-    parts = [part for part in parts if isinstance(part, Offloaded)]
+    parts = [part for part in parts if isinstance(part, OffloadedRows)]
     far = sum(part.nbytes for part in parts)
     return Tiers(cache.nbytes - far, far, sum(part.fetched for part in parts))

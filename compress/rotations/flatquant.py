@@ -15,7 +15,7 @@ from compress.linear import replace as put
 from compress.method import Method, knob
 from compress.records import FoldRecord, LayerRecord
 from compress.rotations.flattening import Aim, Flat, FlatLinear, balance, errors_of, start_of, train
-from compress.rotations.ranges import Turn, dense_record, fold_record, ranges_of
+from compress.rotations.ranges import TurnedInput, dense_record, fold_record, ranges_of
 from compress.transforms import Kronecker
 from compress.walk.blocks import check_experts, find_blocks, targets
 from compress.walk.capture import Call, advance, block_calls, on_device
@@ -180,7 +180,7 @@ class FlatQuant(Method):
         for index in progress:
             inside = inside_of[index]
             with on_device(blocks[index], context.device):
-                folds += _Block(self, model, index, inside, context.device).flattened(calls, context.store)
+                folds += _FlattenedBlock(self, model, index, inside, context.device).flattened(calls, context.store)
                 layers += [dense_record(model, name, note) for name in inside]
             progress.set_postfix_str(folds[-1].notes[-1] if folds and folds[-1].notes else "")
         moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])
@@ -194,7 +194,7 @@ class FlatQuant(Method):
 
 
 @dataclass(frozen=True)
-class _Block:
+class _FlattenedBlock:
     """The work on one block, which lies on `device`: `names` are the linears whose inputs are to be transformed."""
 
     method: FlatQuant
@@ -215,7 +215,7 @@ class _Block:
         passed = [copy.copy(call) for call in calls]
         with fast_linear():
             advance(block, passed, self.index, self.device)
-        turns = [Turn(group[0], "online map", tuple(group)) for group in groups]
+        turns = [TurnedInput(group[0], "online map", tuple(group)) for group in groups]
         _, was = ranges_of(self.model, block, turns, calls[0], self.index, self.device)
         weights = [torch.cat([weight_of(linears[name]) for name in group]) for group in groups]
         pairs = zip(was, weights, strict=True)

@@ -41,7 +41,7 @@ class Aim:
     scales: bool
 
 
-class Factor(nn.Module):
+class InvertibleFactor(nn.Module):
     """P = H U diag(e^s) Vᵀ [n, n] with rotations U and V, which are Cayley's maps of free matrices: always invertible.
 
     At the start U, V and the singular values are 1, so that P is the rotation H.
@@ -67,7 +67,7 @@ class Flat(nn.Module):
 
     def __init__(self, start: Kronecker) -> None:
         super().__init__()
-        self.left, self.right = Factor(start.left), Factor(start.right)
+        self.left, self.right = InvertibleFactor(start.left), InvertibleFactor(start.right)
         self.logs = nn.Parameter(start.scale.log())
         self.latest: tuple[Tensor, Tensor] | None = None
 

@@ -13,7 +13,7 @@ from compress.walk.folds.checks import binned, column_absmax, summary
 
 
 @dataclass(frozen=True)
-class Turn:
+class TurnedInput:
     """One place where a transform acts: a row of the record."""
 
     name: str
@@ -22,7 +22,7 @@ class Turn:
 
 
 def ranges_of(
-    model: nn.Module, block: nn.Module, turns: Sequence[Turn], call: Call, index: int, device: torch.device
+    model: nn.Module, block: nn.Module, turns: Sequence[TurnedInput], call: Call, index: int, device: torch.device
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """The output of a block, and for each place the inputs of its linears [tokens, in] and their columns [in]."""
     read: dict[str, Tensor] = {}
@@ -47,7 +47,7 @@ def ranges_of(
 
 
 def fold_record(
-    turn: Turn,
+    turn: TurnedInput,
     before: tuple[Tensor, Tensor],
     after: tuple[Tensor, Tensor],
     *,

@@ -15,7 +15,7 @@ from compress.method import Method, knob
 from compress.records import FoldRecord, LayerRecord
 from compress.rotations.folds import StreamUse, fold_heads, fold_stream, heads_of, stream_use, trial_of
 from compress.rotations.learned import WINDOW, Rotations, learn
-from compress.rotations.ranges import Turn, dense_record, fold_record, ranges_of
+from compress.rotations.ranges import TurnedInput, dense_record, fold_record, ranges_of
 from compress.transforms import Rotation
 from compress.transforms.rotation import random_hadamard, random_orthogonal
 from compress.transforms.stream import rotate_stream, stream_of
@@ -154,11 +154,11 @@ class Rotate(Method):
             *(dense_record(model, name, "its input is rotated while the model runs") for name in plan.left),
         ]
 
-    def _plan(self, model: nn.Module, call: Call, device: torch.device) -> "_Plan":
+    def _plan(self, model: nn.Module, call: Call, device: torch.device) -> "_RotationPlan":
         """The possible folds, and the inputs that must be rotated while the model runs."""
         prefix, blocks = find_blocks(model)
         links, _ = find_links(model)
-        plan = _Plan(Rotations(None))
+        plan = _RotationPlan(Rotations(None))
         if self.stream != "none":
             uses = []
             for index, block in enumerate(blocks):
@@ -194,14 +194,16 @@ class Rotate(Method):
     def _online(self, model: nn.Module, name: str) -> Rotation:
         return random_hadamard(weight_of(model.get_submodule(name)).shape[1], self.seed, self.block_size)
 
-    def _block(self, model: nn.Module, plan: "_Plan", index: int, call: Call, device: torch.device) -> list[FoldRecord]:
+    def _block(
+        self, model: nn.Module, plan: "_RotationPlan", index: int, call: Call, device: torch.device
+    ) -> list[FoldRecord]:
         """Fold and replace in one block by the plan, check it, and make its output the next input of `call`."""
         start = clock(device)
         prefix, blocks = find_blocks(model)
         block, own = blocks[index], f"{prefix}.{index}."
-        turned = [Turn(link.producer, "rotation of the stream", link.consumers) for link in plan.readers]
-        turned += [Turn(link.producer, "rotation of heads", link.consumers) for link in plan.heads]
-        turned += [Turn(name, "online rotation", (name,)) for name in plan.left]
+        turned = [TurnedInput(link.producer, "rotation of the stream", link.consumers) for link in plan.readers]
+        turned += [TurnedInput(link.producer, "rotation of heads", link.consumers) for link in plan.heads]
+        turned += [TurnedInput(name, "online rotation", (name,)) for name in plan.left]
         turned = [turn for turn in turned if turn.name.startswith(own)]
         y, ranges = ranges_of(model, block, turned, call, index, device)
         rotation = plan.rotations.stream
@@ -230,7 +232,7 @@ class Rotate(Method):
 
 
 @dataclass
-class _Plan:
+class _RotationPlan:
     """The plan of the folds.
 
     problem: the reason why the stream cannot be rotated, or "". uses: for each block, if it can. left: linears whose

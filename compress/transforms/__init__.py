@@ -12,12 +12,12 @@ from compress.transforms.rotation import Hadamard, Orthogonal, Rotation
 from compress.transforms.rounding import Rounding
 
 __all__ = [
-    "TRANSFORMS", "Chain", "Hadamard", "Kronecker", "Orthogonal", "Permutation", "Rotation", "Rounding",
+    "TRANSFORMS", "ChainedTransform", "Hadamard", "Kronecker", "Orthogonal", "Permutation", "Rotation", "Rounding",
     "Transform", "followed_by", "make_transform", "orders", "parted", "same_transform",
 ]  # fmt: skip
 
 
-class Chain(Transform):
+class ChainedTransform(Transform):
     """Several transforms, one after the other."""
 
     name: ClassVar[str] = "chain"
@@ -35,13 +35,13 @@ class Chain(Transform):
         return {"transform": self.name, "steps": [step.spec() for step in self.steps]}
 
     @classmethod
-    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Chain":
+    def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "ChainedTransform":
         return cls([make_transform(one, below(tensors, f"steps.{i}.")) for i, one in enumerate(spec["steps"])])
 
 
 # By the names that checkpoints use.
 TRANSFORMS: dict[str, type[Transform]] = {
-    one.name: one for one in (Chain, Hadamard, Kronecker, Orthogonal, Permutation, Rounding)
+    one.name: one for one in (ChainedTransform, Hadamard, Kronecker, Orthogonal, Permutation, Rounding)
 }
 
 
@@ -49,15 +49,15 @@ def followed_by(first: Transform | None, second: Transform | None) -> Transform 
     """Both transforms, one after the other; either may be None."""
     if first is None or second is None:
         return first or second
-    steps = [step for one in (first, second) for step in (one.steps if isinstance(one, Chain) else [one])]
-    return Chain(steps)
+    steps = [step for one in (first, second) for step in (one.steps if isinstance(one, ChainedTransform) else [one])]
+    return ChainedTransform(steps)
 
 
 def parted(transform: Transform | None) -> tuple[list[Transform], Rounding | None]:
     """The steps of a transform before its rounding, and the rounding, if it is the last step; else all and None."""
     if transform is None:
         return [], None
-    steps = list(transform.steps) if isinstance(transform, Chain) else [transform]
+    steps = list(transform.steps) if isinstance(transform, ChainedTransform) else [transform]
     return (steps[:-1], steps[-1]) if isinstance(steps[-1], Rounding) else (steps, None)
 
 

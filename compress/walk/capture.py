@@ -114,7 +114,7 @@ def block_calls(
     try:
         for i, block in enumerate(originals):
             last = i == len(originals) - 1
-            blocks[i] = _Recorder(block, calls, latest, returned, passed, first=i == 0, last=last)
+            blocks[i] = _BlockRecorder(block, calls, latest, returned, passed, first=i == 0, last=last)
         taken = micro_batches(batches) if stacked else list(batches)
         for batch, place in zip(taken, places(taken), strict=True):
             if divided and not current().has(place, min(SLICES, len(taken))):
@@ -146,7 +146,7 @@ def micro_batches(batches: Sequence[Tensor]) -> list[Tensor]:
     return [torch.cat(group) for group in stacked]
 
 
-class _Recorder(nn.Module):
+class _BlockRecorder(nn.Module):
     """Stands in a block's place, records the arguments that the model passes, and returns its input unchanged."""
 
     def __init__(

@@ -16,7 +16,7 @@ from compress.method import Method, knob
 from compress.records import FoldRecord, LayerRecord
 from compress.walk.blocks import is_named
 from compress.walk.context import Context
-from compress.walk.folds.folding import Choice, FoldingMethod
+from compress.walk.folds.folding import FoldChoice, FoldingMethod
 from compress.walk.folds.links import Link, compared_by_attention
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.resume import BlockStore
@@ -108,9 +108,9 @@ class AWQ(FoldingMethod, GridMethod):
         unclipped = dict.fromkeys(compared_by_attention(model) if self.clip else (), True)
         return [*folds, *LayerwiseMethod.apply(self, model, batches, context.with_measured(unclipped=unclipped))]
 
-    def choose(self, link: Link, weights: list[Tensor], statistics: LayerStatistics) -> Choice:
+    def choose(self, link: Link, weights: list[Tensor], statistics: LayerStatistics) -> FoldChoice:
         if not statistics.tokens:
-            return Choice(torch.ones(link.width), None, notes=("nothing moved: no calibration token came by",))
+            return FoldChoice(torch.ones(link.width), None, notes=("nothing moved: no calibration token came by",))
         W = torch.cat([W for name, W in zip(link.consumers, weights, strict=True) if self._takes(name)])
         H, channels = _gram(statistics), link.channels.to(W.device)
         x = link.largest(statistics.values["absmean"])
@@ -128,7 +128,7 @@ class AWQ(FoldingMethod, GridMethod):
         best = errors.index(min(errors))
         alpha, s = choices[best]
         notes = () if best else ("nothing moved: no alpha lessens the error",)
-        return Choice(s, alpha if best else None, errors[0] / energy, errors[best] / energy, notes)
+        return FoldChoice(s, alpha if best else None, errors[0] / energy, errors[best] / energy, notes)
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         if not self.clip:

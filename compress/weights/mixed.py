@@ -14,7 +14,7 @@ from compress.allocation.candidates import Candidates, Loss, measure, takes
 from compress.allocation.ends import measure_ends
 from compress.allocation.importance import cosine_scores, random_scores, ranked, z_scores
 from compress.allocation.predictions import PredictionLoss, ScaledLoss
-from compress.allocation.program import Program
+from compress.allocation.program import BudgetProgram
 from compress.allocation.sensitivity import FisherLoss
 from compress.formats import Format, bits_of
 from compress.grammar import split_recipes, variants_of
@@ -165,7 +165,7 @@ class Mixed(LayerwiseMethod):
     ) -> list[LayerRecord | AllocationRecord]:
         start = clock(context.device)
         layers = self._candidates(model, batches, context)
-        program = Program({name: list(layer.choices.values()) for name, layer in layers.items()})
+        program = BudgetProgram({name: list(layer.choices.values()) for name, layer in layers.items()})
         beside = bytes_beside(model, targets(model, self.skip, self.where))
         self._check_budget(program.smallest + beside)
         numbers = program.within(self.budget_mb * 1e6 - beside)

@@ -75,7 +75,7 @@ class Sample:
     length: int
 
 
-class Plan(NamedTuple):
+class HaystackPlan(NamedTuple):
     """Pieces of text in their order, and questions about them: (ask, answer, indices of the pieces with the answer)."""
 
     pieces: list[str]
@@ -83,7 +83,7 @@ class Plan(NamedTuple):
 
 
 Composed = tuple[
-    Plan, list[int], list[tuple[int, int]]
+    HaystackPlan, list[int], list[tuple[int, int]]
 ]  # a plan, tokens of its pieces joined, characters of each token
 
 
@@ -97,7 +97,7 @@ class Task(NamedTuple):
     fewest: number of entries of the shortest list. joint: text between pieces.
     """
 
-    draw: Callable[..., Plan]
+    draw: Callable[..., HaystackPlan]
     deep: bool = True
     fewest: int = 0
     joint: str = " "
@@ -269,7 +269,7 @@ def _apart(rng: random.Random, marks: Sequence[float], taken: list[int]) -> int:
     return rng.choice(far) if far else distances.index(max(distances))
 
 
-def _hide(rng: random.Random, plan: Plan, depth: float | None, text: list[tuple[str, int]]) -> Plan:
+def _hide(rng: random.Random, plan: HaystackPlan, depth: float | None, text: list[tuple[str, int]]) -> HaystackPlan:
     """Put a plan's needles between sentences: the first at the depth and the others anywhere, or all spread in their
     order."""
     k, total = len(plan.pieces), sum(cost for _, cost in text)
@@ -283,17 +283,19 @@ def _hide(rng: random.Random, plan: Plan, depth: float | None, text: list[tuple[
         needles + [(i, 1, i, sentence) for i, (sentence, _) in enumerate(text)]
     )  # place i is before sentence i
     lies = {j: at for at, (_, kind, j, _) in enumerate(rows) if kind == 0}
-    return Plan([row[-1] for row in rows], [(ask, answer, [lies[j] for j in held]) for ask, answer, held in plan.asked])
+    return HaystackPlan(
+        [row[-1] for row in rows], [(ask, answer, [lies[j] for j in held]) for ask, answer, held in plan.asked]
+    )
 
 
 # Needles to be hidden in documents
 
 
-def _facts(facts: list[tuple[str, str]], asked: int) -> Plan:
-    return Plan([f"{ask} {answer}." for ask, answer in facts], [(*facts[j], [j]) for j in range(asked)])
+def _facts(facts: list[tuple[str, str]], asked: int) -> HaystackPlan:
+    return HaystackPlan([f"{ask} {answer}." for ask, answer in facts], [(*facts[j], [j]) for j in range(asked)])
 
 
-def _word(rng: random.Random, number_first: bool = False) -> Plan:
+def _word(rng: random.Random, number_first: bool = False) -> HaystackPlan:
     facts = [
         ("The secret word is", " ".join(rng.sample(NOUNS, 2))),
         ("The pass key is", str(rng.randrange(10_000, 100_000))),
@@ -301,18 +303,20 @@ def _word(rng: random.Random, number_first: bool = False) -> Plan:
     return _facts(facts[::-1] if number_first else facts, asked=2)
 
 
-def _multi_key(rng: random.Random) -> Plan:
+def _multi_key(rng: random.Random) -> HaystackPlan:
     pairs = zip(rng.sample(CITIES, 4), rng.sample(NOUNS, 4), strict=True)
     return _facts([(f"The secret word of {city} is", word) for city, word in pairs], asked=2)
 
 
-def _multi_value(rng: random.Random) -> Plan:
+def _multi_value(rng: random.Random) -> HaystackPlan:
     city, words = rng.choice(CITIES), rng.sample(NOUNS, 3)
     needles = [f"One of the secret words of {city} is {word}." for word in words]
-    return Plan(needles, [(f"The three secret words of {city}, in their order, are", ", ".join(words), [0, 1, 2])])
+    return HaystackPlan(
+        needles, [(f"The three secret words of {city}, in their order, are", ", ".join(words), [0, 1, 2])]
+    )
 
 
-def _variable_tracking(rng: random.Random) -> Plan:
+def _variable_tracking(rng: random.Random) -> HaystackPlan:
     """Two chains of three variables, mixed, each in its order."""
     names = rng.sample([f"{letter}{digit}" for letter in "ABCDEFGHJKLMNPQRSTUVWXYZ" for digit in range(1, 10)], 6)
     values, pieces, chains, held = rng.sample(range(10_000, 100_000), 2), [], ([], []), ([], [])
@@ -320,13 +324,15 @@ def _variable_tracking(rng: random.Random) -> Plan:
         pieces.append(f"VAR {names[i]} = " + (f"VAR {chains[c][-1]}." if chains[c] else f"{values[c]}."))
         chains[c].append(names[i])
         held[c].append(i)
-    return Plan(pieces, [(f"The variables that hold {values[c]} are", ", ".join(chains[c]), held[c]) for c in (0, 1)])
+    return HaystackPlan(
+        pieces, [(f"The variables that hold {values[c]} are", ", ".join(chains[c]), held[c]) for c in (0, 1)]
+    )
 
 
 # Lists that are the whole context
 
 
-def _common_words(rng: random.Random, n: int, _: float) -> Plan:
+def _common_words(rng: random.Random, n: int, _: float) -> HaystackPlan:
     """Three words take 16, 12 and 8 of a hundred places, all others the rest evenly: RULER's task, but with a defined
     order."""
     words = rng.sample(NOUNS, len(NOUNS))
@@ -336,10 +342,12 @@ def _common_words(rng: random.Random, n: int, _: float) -> Plan:
     rng.shuffle(entries)
     lines = ["Below is a numbered list of words.", *(f"{i}. {word}" for i, word in enumerate(entries, 1))]
     held = [i for i, word in enumerate(entries, 1) if word in top]
-    return Plan(lines, [("The three most common words in the list, the most common first, are", ", ".join(top), held)])
+    return HaystackPlan(
+        lines, [("The three most common words in the list, the most common first, are", ", ".join(top), held)]
+    )
 
 
-def _frequent_words(rng: random.Random, n: int, _: float) -> Plan:
+def _frequent_words(rng: random.Random, n: int, _: float) -> HaystackPlan:
     """The word of rank r occurs n / r^2 / zeta(2) times, with RULER's exponent; counts are rounded rather than drawn,
     so that the ranks are exact."""
     syllables = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
@@ -348,16 +356,16 @@ def _frequent_words(rng: random.Random, n: int, _: float) -> Plan:
     rng.shuffle(entries)
     held = [i for i, code in enumerate(entries, 1) if code in codes[:3]]
     ask = "The three most frequent coded words, the most frequent first, are"
-    return Plan(["Below is a text of coded words.", *entries], [(ask, ", ".join(codes[:3]), held)])
+    return HaystackPlan(["Below is a text of coded words.", *entries], [(ask, ", ".join(codes[:3]), held)])
 
 
-def _kv_retrieval(rng: random.Random, n: int, depth: float) -> Plan:
+def _kv_retrieval(rng: random.Random, n: int, depth: float) -> HaystackPlan:
     pairs = [tuple(f"{rng.getrandbits(32):08x}-{rng.getrandbits(16):04x}" for _ in range(2)) for _ in range(n)]
     first = round(depth * (n - 1))
     second = _apart(rng, [i / (n - 1) for i in range(n)], [first])
     lines = [f'"{key}": {value},' for key, value in pairs]
     asked = [(f'The value of key "{pairs[i][0]}" is', pairs[i][1], [1 + i]) for i in (first, second)]
-    return Plan(["Below are keys and their values.", *lines], asked)
+    return HaystackPlan(["Below are keys and their values.", *lines], asked)
 
 
 TASKS: dict[str, Task] = {

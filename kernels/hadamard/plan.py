@@ -10,7 +10,7 @@ TALLEST = 1024  # largest first factor of two: its product takes 2 p operations 
 NARROWEST, WIDEST = 16, 128  # least width of a product on tensor cores; a wider one is no longer a fast transform
 
 
-class Plan(NamedTuple):
+class FactorPlan(NamedTuple):
     """H = H_a ⊗ H_b ⊗ H_c; `pa`, `pc`: powers of two to which a and c are padded. A size of 1 means no product."""
 
     a: int
@@ -21,13 +21,13 @@ class Plan(NamedTuple):
 
 
 @cache
-def plan(n: int) -> Plan | None:
+def plan(n: int) -> FactorPlan | None:
     """The plan for n, or None if a row does not fit into one program or a factor is too large for a dense product."""
     m = base(n)
     if m is None:
         return None
     if n <= WIDEST:
-        return Plan(1, 1, n, 1, _padded(n))
+        return FactorPlan(1, 1, n, 1, _padded(n))
     bits = (n // m).bit_length() - 1
     if m == 1:
         widths = [0, *_shares(bits, 2)] if bits <= 12 else _shares(bits, 3)
@@ -35,7 +35,7 @@ def plan(n: int) -> Plan | None:
     else:
         widths = [0, bits] if bits <= 7 else _shares(bits, 2)
         a, (b, c) = m, (1 << width for width in widths)
-    found = Plan(a, b, c, _padded(a) if a > 1 else 1, _padded(c))
+    found = FactorPlan(a, b, c, _padded(a) if a > 1 else 1, _padded(c))
     return found if max(a, b, c) <= WIDEST and found.pa * b * found.pc <= LARGEST_TILE else None
 
 
@@ -76,7 +76,7 @@ def whole_codes_fit(n: int, group: int | None, columns: int) -> bool:
     return power and p.c == p.pc and (p.c % group == 0 or group % p.c == 0 and p.b % (group // p.c) == 0)
 
 
-def shared_of(plan: Plan) -> int:
+def shared_of(plan: FactorPlan) -> int:
     """Bytes of shared memory through which a program moves its tile, in float32, with a small margin."""
     return 4 * plan.pa * plan.b * plan.pc + 3072
 

@@ -12,7 +12,7 @@ from torch import Tensor  # noqa: E402
 from kernels.capability import has_shared, on_its_device  # noqa: E402
 from kernels.hadamard import spread  # noqa: E402
 from kernels.hadamard.factors import factor, pieces, times  # noqa: E402
-from kernels.hadamard.plan import LARGEST_TILE, Plan, codes_fit, plan, shared_of, whole_codes_fit  # noqa: E402
+from kernels.hadamard.plan import LARGEST_TILE, FactorPlan, codes_fit, plan, shared_of, whole_codes_fit  # noqa: E402
 from kernels.tuning import Compilation, configuration  # noqa: E402
 from kernels.w8a8_matmul.triton import magnitude, steps  # noqa: E402
 
@@ -236,7 +236,7 @@ def key(n: int, dtype: torch.dtype) -> str:
     return f"n{n} {str(dtype).removeprefix('torch.')}"
 
 
-def heuristic(p: Plan) -> dict[str, int]:
+def heuristic(p: FactorPlan) -> dict[str, int]:
     """Tiles of at least 4096 elements and, for wgmma, 64 lines; 32 elements per thread in tiles of 4096, 64 in larger
     ones."""
     return _sized(p, max(1, 4096 // _row(p), 64 // (p.pa * p.b)))
@@ -250,11 +250,11 @@ def candidates(n: int) -> list[dict[str, int]]:
     return [c for c in tried if c["num_warps"] <= 16]
 
 
-def _sized(p: Plan, R: int) -> dict[str, int]:
+def _sized(p: FactorPlan, R: int) -> dict[str, int]:
     return {"R": R, "num_warps": max(4, R * _row(p) // 2048)}
 
 
-def _row(p: Plan) -> int:
+def _row(p: FactorPlan) -> int:
     """Elements of a row with its padding."""
     return p.pa * p.b * p.pc
 

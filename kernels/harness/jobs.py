@@ -23,7 +23,7 @@ _PAUSE = 0.05
 
 
 @dataclass(frozen=True)
-class Job:
+class TrialJob:
     """The work of one process: a phase ("ceilings", "checks", "warm", "contests") of an op, from item `start` on.
 
     op: also several ops, joined by "+"; `pending` are those of them that are not finished.
@@ -44,7 +44,7 @@ class Job:
 
 @dataclass
 class _Running:
-    job: Job
+    job: TrialJob
     process: subprocess.Popen
     stderr: IO[bytes]
     mark: int  # number of lines already in the file at the start
@@ -65,7 +65,7 @@ class Workers:
     def __init__(self, command: list[str], lines: Path, count: int, after: Callable[[], object]) -> None:
         self.command, self.lines, self.count, self.after = command, lines, count, after
 
-    def run(self, jobs: list[Job], until: float, *, alone: bool = False) -> list[Job]:
+    def run(self, jobs: list[TrialJob], until: float, *, alone: bool = False) -> list[TrialJob]:
         """Run the jobs until `until` (of time.monotonic); each gets an even share of the time left when it starts.
 
         Returns:
@@ -97,7 +97,7 @@ class Workers:
                 _end(one)
         return left + waiting
 
-    def _start(self, job: Job, share: float, until: float) -> _Running:
+    def _start(self, job: TrialJob, share: float, until: float) -> _Running:
         stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed when the process is over)
         flags = ["--phase", job.phase, "--only-op", job.op, "--shard", job.shard, "--start", str(job.start)]
         flags += ["--until", f"{time.time() + share:.3f}"]
@@ -128,7 +128,7 @@ class Workers:
         of = (one.job.phase, one.job.op, one.job.shard)
         return [x for x in read(self.lines)[one.mark :] if (x["phase"], x.get("job", x["op"]), x["shard"]) == of]
 
-    def _finish(self, one: _Running, silent: bool = False) -> tuple[Job | None, bool]:
+    def _finish(self, one: _Running, silent: bool = False) -> tuple[TrialJob | None, bool]:
         """(the rest of the job, whether it crashed); the item at which it crashed is recorded."""
         killed = one.process.poll() is None
         _end(one)
@@ -162,7 +162,7 @@ class Workers:
             self._note(job, last, why)
         return rest, silent or not killed
 
-    def _note(self, job: Job, begun: dict, why: str) -> None:
+    def _note(self, job: TrialJob, begun: dict, why: str) -> None:
         log, op = Log(self.lines, job.phase, job.op, job.shard, 0), begun.get("op", job.op)
         if job.phase == "checks":
             name, impl = begun.get("name", "(making the checks)"), begun.get("impl", "")

@@ -72,7 +72,7 @@ SHAPES: dict[str, tuple[type[PreTrainedModel], Any]] = {
 }  # fmt: skip
 
 
-class Stored(nn.Module):
+class RoundedLinear(nn.Module):
     """A linear with its weight rounded to nearest, in a format of the kernels; the parts of its interface that
     `kernels.step.gpu` reads are those of `compress.linear.CompressedLinear`."""
 
@@ -93,7 +93,7 @@ class Stored(nn.Module):
             self.w8 = quantize_weight(W, torch.int8 if kind == "int8" else torch.float8_e4m3fn)
 
     @property
-    def parts(self) -> tuple["Stored", ...]:
+    def parts(self) -> tuple["RoundedLinear", ...]:
         """The parts whose sum is the weight; none where x is rounded beforehand, so that weights are not joined."""
         return () if self.kind == "w4a8" else (self,)
 
@@ -126,21 +126,21 @@ def made(shape: str, kind: str, device: torch.device, seed: int = 0) -> PreTrain
             for parent in (layer.self_attn, layer.mlp):
                 for name, linear in list(parent.named_children()):
                     if isinstance(linear, nn.Linear):
-                        setattr(parent, name, Stored(linear, kind))
+                        setattr(parent, name, RoundedLinear(linear, kind))
                         linear.weight = None
     return model
 
 
 def read_bytes(model: PreTrainedModel, batch: int, context: int) -> int:
     """Bytes of weights, without the embedding's, and of keys and values that a step reads."""
-    weights = sum(m.nbytes for m in model.modules() if isinstance(m, Stored))
+    weights = sum(m.nbytes for m in model.modules() if isinstance(m, RoundedLinear))
     weights += sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear))
     config = model.config
     channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return weights + 4 * batch * context * config.num_hidden_layers * config.num_key_value_heads * channels
 
 
-class Timing:
+class ModelTiming:
     """Steps of several contestants, in turns."""
 
     def __init__(self, device: torch.device, steps: int, rounds: int) -> None:
@@ -164,12 +164,12 @@ class Timing:
             torch.cuda.synchronize(self.device)
 
 
-class Run:
+class ModelRun:
     """The measurements that were asked for; every line is written when it is known."""
 
     def __init__(self, options: argparse.Namespace, out: TextIO) -> None:
         self.options, self.out, self.device = options, out, torch.device(options.device)
-        self.timing = Timing(self.device, STEPS, 2 if options.toy else ROUNDS)
+        self.timing = ModelTiming(self.device, STEPS, 2 if options.toy else ROUNDS)
         self.lines: list[dict[str, Any]] = []
         self.models: dict[str, PreTrainedModel] = {}
         self.graphs: dict[tuple[str, bool], Graphs] = {}
@@ -302,7 +302,7 @@ class Run:
             if way == "generate":  # as `accelerate` does it on a GPU
                 GraphAcceleration(self.models[kind]).take_over()
             calls = {"many": lambda w=write: w(written + 1), "one": lambda w=write: w(1)}
-            took = Timing(self.device, 1, min(3, self.timing.rounds)).seconds(calls)
+            took = ModelTiming(self.device, 1, min(3, self.timing.rounds)).seconds(calls)
             times = [(many - one) / written for many, one in zip(took["many"], took["one"], strict=True)]
             self._line(kind, way, batch, context, times, batch, None)
 
@@ -402,7 +402,7 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message=".*logical operators.*")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("w") as out:
-        Run(options, out).run()
+        ModelRun(options, out).run()
     return 0
 
 

@@ -66,7 +66,7 @@ from typing import Any
 import torch
 
 from kernels.harness import roofline, trial
-from kernels.harness.jobs import Job, Workers
+from kernels.harness.jobs import TrialJob, Workers
 from kernels.harness.table import summary, table
 from kernels.harness.trial import Line
 from kernels.interpreter import interpreting
@@ -92,7 +92,7 @@ class Validation:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.started, self.began = options, datetime.now(UTC), time.monotonic()
         self.deadline = self.began + options.budget - CLOSING
-        self.left: list[Job] = []
+        self.left: list[TrialJob] = []
         self.phases: dict[str, float] = {}
         self.environment: Line | None = None
         options.out.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class Validation:
             self.environment = roofline.environment(torch.device(options.device))
             print(_machine(self.environment), flush=True)
         else:
-            self._do([Job("ceilings", "")], self.began + 0.25 * options.budget)
+            self._do([TrialJob("ceilings", "")], self.began + 0.25 * options.budget)
         share = PREPARING_TUNED if options.tune else PREPARING_ALONE if options.no_checks else PREPARING
         ready = self.began + share * options.budget
         if not options.no_checks:
@@ -121,7 +121,7 @@ class Validation:
                 self._do(self._shards("warm", self._sound(ops)), ready)
             sound = self._sound(ops)
             self._do(
-                [Job("contests", op) for op in (["+".join(sound)] if options.one_process else sound) if op],
+                [TrialJob("contests", op) for op in (["+".join(sound)] if options.one_process else sound) if op],
                 self.deadline,
             )
             # Jobs whose shares were too small continue with the time that the others did not need.
@@ -178,7 +178,7 @@ class Validation:
         }
         return {**made, "summary": summary(made)}
 
-    def _do(self, jobs: list[Job], until: float) -> None:
+    def _do(self, jobs: list[TrialJob], until: float) -> None:
         """Run the jobs; unfinished ones are added to `self.left`. Nothing else runs while contests are timed."""
         phase, began = jobs[0].phase if jobs else "", time.monotonic()
         self.left += self.workers.run(jobs, until, alone=phase in ("ceilings", "contests"))
@@ -187,7 +187,7 @@ class Validation:
         if phase == "warm":
             self._taken("warm")  # not worth another try
 
-    def _taken(self, phase: str) -> list[Job]:
+    def _taken(self, phase: str) -> list[TrialJob]:
         taken = [job for job in self.left if job.phase == phase]
         self.left = [job for job in self.left if job.phase != phase]
         return taken
@@ -216,9 +216,9 @@ class Validation:
         unsound = {} if self.options.checks_only else self._unsound(lines)
         return [{**trial.bare_row(op, unsound[op]), "index": -1} for op in self.options.ops if op in unsound]
 
-    def _shards(self, phase: str, ops: list[str]) -> list[Job]:
+    def _shards(self, phase: str, ops: list[str]) -> list[TrialJob]:
         count = 1 if self.workers.count == 1 else max(3, self.workers.count // max(1, len(ops)))
-        return [Job(phase, op, f"{i}/{count}") for op in ops for i in range(count)]
+        return [TrialJob(phase, op, f"{i}/{count}") for op in ops for i in range(count)]
 
 
 def _fields(line: Line, *without: str) -> Line:
@@ -292,14 +292,14 @@ def _machine(environment: Line) -> str:
     return f"{where}\n{versions} {commit}{warning}"
 
 
-def _asked(options: argparse.Namespace) -> declarations.Asked:
+def _asked(options: argparse.Namespace) -> declarations.TimedSizes:
     """The sizes to time according to the options; ValueError if they cannot be read."""
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",") if shape]
     tokens = [int(number) for number in options.tokens.split(",") if number]
     if any(len(shape) != 2 or min(shape) < 1 for shape in shapes) or any(number < 1 for number in tokens):
         raise ValueError
     only = tuple(tuple(words.split()) for words in options.only.split(",") if words.strip())
-    return declarations.Asked(tuple(shapes), tuple(tokens), getattr(torch, options.dtype), only)
+    return declarations.TimedSizes(tuple(shapes), tuple(tokens), getattr(torch, options.dtype), only)
 
 
 def _command(options: argparse.Namespace) -> list[str]:

@@ -16,14 +16,14 @@ from kernels.support.errors import kind_and_first_line
 
 
 @dataclass(frozen=True)
-class Verdict:
+class OpVerdict:
     """red: contestant -> the fault in its output; unchecked: contestants whose right output is not known."""
 
     red: dict[str, str]
     unchecked: tuple[str, ...]
 
 
-def verify(contest: Contest, device: torch.device) -> Verdict:
+def verify(contest: Contest, device: torch.device) -> OpVerdict:
     """Compare every contestant's output for copy 0, in memory that held NaN, with the contest's expected output.
 
     The contestant that is ours runs twice and must give the same bits, unless its `repeats` is false.
@@ -44,7 +44,7 @@ def verify(contest: Contest, device: torch.device) -> Verdict:
             red[name] = why
     if device.type == "cuda":
         torch.cuda.empty_cache()  # float64 copies of large operands
-    return Verdict(red, tuple(name for name in contest.contestants if name not in contest.expected))
+    return OpVerdict(red, tuple(name for name in contest.contestants if name not in contest.expected))
 
 
 def _wrong(contest: Contest, name: str, call: Callable[[int], object]) -> str | None:

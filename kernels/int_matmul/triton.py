@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels.int_matmul.layout import Packed
 from kernels.packed_matmul import hopper, launch
-from kernels.packed_matmul.weight import Weight
+from kernels.packed_matmul.weight import PackedWeight
 from kernels.tuning import Compilation
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -42,8 +42,8 @@ def expert_matmul(x: Tensor, w: Packed, ends: Tensor) -> Tensor:
     return launch.of_experts(x, _weight(w), ends)
 
 
-def _weight(w: Packed) -> Weight:
-    return Weight(w.codes, None, w.scale, w.zero, w.bits, w.group_size, w.shape)
+def _weight(w: Packed) -> PackedWeight:
+    return PackedWeight(w.codes, None, w.scale, w.zero, w.bits, w.group_size, w.shape)
 
 
 def shipped() -> list[Compilation]:
@@ -103,9 +103,9 @@ def _name(kernel: str, bits: int, group_size: int, symmetric: bool, dtype: torch
     return f"int_matmul {kernel}w{bits} g{group_size} {'sym' if symmetric else 'asym'} {launch.short(dtype)}"
 
 
-def _meta(bits: int, group_size: int, symmetric: bool, out: int, columns: int = 4096) -> Weight:
+def _meta(bits: int, group_size: int, symmetric: bool, out: int, columns: int = 4096) -> PackedWeight:
     groups = columns // group_size
     codes = torch.empty(out, columns // 8 * bits, dtype=torch.uint8, device="meta")
     scale = torch.empty(out, groups, dtype=BF16, device="meta")
     zero = None if symmetric else torch.empty(out, -(-groups // 8) * bits, dtype=torch.uint8, device="meta")
-    return Weight(codes, None, scale, zero, bits, group_size, (out, columns))
+    return PackedWeight(codes, None, scale, zero, bits, group_size, (out, columns))

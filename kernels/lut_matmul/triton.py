@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels.lut_matmul.layout import Codebook
 from kernels.packed_matmul import launch
-from kernels.packed_matmul.weight import Weight
+from kernels.packed_matmul.weight import PackedWeight
 from kernels.tuning import Compilation
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -28,8 +28,8 @@ def lut_matmul(x: Tensor, w: Codebook) -> Tensor:
     return launch.matmul(x, _weight(w), "lut_matmul", key(w, x.shape[0]))
 
 
-def _weight(w: Codebook) -> Weight:
-    return Weight(w.codes, w.table, w.scale, None, w.bits, w.group_size, w.shape)
+def _weight(w: Codebook) -> PackedWeight:
+    return PackedWeight(w.codes, w.table, w.scale, None, w.bits, w.group_size, w.shape)
 
 
 def shipped() -> list[Compilation]:
@@ -49,7 +49,7 @@ def shipped() -> list[Compilation]:
     ]
 
 
-def _meta(bits: int, group_size: int | None, out: int = 14336, columns: int = 4096) -> Weight:
+def _meta(bits: int, group_size: int | None, out: int = 14336, columns: int = 4096) -> PackedWeight:
     """One table with scales; without a group size, a table for each row and no scales."""
     codes = torch.empty(out, columns // 8 * bits, dtype=torch.uint8, device="meta")
     if group_size is None:
@@ -57,4 +57,4 @@ def _meta(bits: int, group_size: int | None, out: int = 14336, columns: int = 40
     else:
         table = torch.empty(1 << bits, device="meta")
         scale = torch.empty(out, columns // group_size, dtype=BF16, device="meta")
-    return Weight(codes, table, scale, None, bits, group_size, (out, columns))
+    return PackedWeight(codes, table, scale, None, bits, group_size, (out, columns))

@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 from kernels.capability import gpu, multiprocessors
-from kernels.packed_matmul.weight import MAGIC, TYPES, Weight
+from kernels.packed_matmul.weight import MAGIC, TYPES, PackedWeight
 from kernels.tuning import Compilation
 
 TOKENS, ROWS, COLUMNS, WARPS, UNROLLED = (32, 64, 128, 256), 128, 64, 8, 4
 STAGES = {32: 8, 64: 8, 128: 8, 256: 4}  # stages that fit in shared memory, at most 8; a multiple of UNROLLED
 
 
-def takes(w: Weight) -> bool:
+def takes(w: PackedWeight) -> bool:
     """Can the kernel read this weight on this GPU? It uses wgmma, which only compute capability 9.0 has."""
     device = w.codes.device
     here = device.type == "cuda" and gpu(device.index or 0).capability == (9, 0)
     return here and fits(w, torch.float16) and find_spec("triton.experimental.gluon") is not None
 
 
-def fits(w: Weight, dtype: torch.dtype) -> bool:
+def fits(w: PackedWeight, dtype: torch.dtype) -> bool:
     """Does it support this weight and activations of this dtype? It needs 4 bits, symmetric or not, with scales that
     the dtype represents (float16: also bfloat16's, to 6e-8), for groups of whole tiles or for rows."""
     held = {torch.bfloat16: (torch.bfloat16,), torch.float16: (torch.float16, torch.bfloat16)}.get(dtype, ())
@@ -29,7 +29,7 @@ def fits(w: Weight, dtype: torch.dtype) -> bool:
     return scaled and w.bits == 4 and whole and w.shape[1] % 32 == 0  # TMA needs rows of a multiple of 16 bytes
 
 
-def plans(w: Weight, tokens: int) -> list[dict]:
+def plans(w: PackedWeight, tokens: int) -> list[dict]:
     """Configurations worth timing."""
     block_m, processors = next((size for size in TOKENS if size >= tokens), TOKENS[-1]), multiprocessors(w.codes.device)
     if block_m == TOKENS[-1] and 2 * _programs(w, tokens, block_m) <= processors:
@@ -45,7 +45,7 @@ def plans(w: Weight, tokens: int) -> list[dict]:
     return found
 
 
-def _programs(w: Weight, tokens: int, block_m: int) -> int:
+def _programs(w: PackedWeight, tokens: int, block_m: int) -> int:
     return -(-w.shape[0] // ROWS) * -(-tokens // block_m)
 
 
@@ -56,7 +56,7 @@ def _plan(block_m: int, splits: int) -> dict:
     }  # fmt: skip
 
 
-def matmul(x: Tensor, w: Weight, plan: dict) -> tuple[Tensor, int]:
+def matmul(x: Tensor, w: PackedWeight, plan: dict) -> tuple[Tensor, int]:
     """Sums of the splits, float32 [splits, tokens, out], or with one split y [tokens, out] itself; and their number.
 
     x: bfloat16 or float16 [tokens, in], rows contiguous; w: `fits` is true, and its codes are aligned to 16 bytes.
@@ -100,14 +100,14 @@ def layouts() -> tuple:
     )
 
 
-def _constants(w: Weight, plan: dict) -> dict:
+def _constants(w: PackedWeight, plan: dict) -> dict:
     return {
         "GROUP": 0 if w.group_size == w.shape[1] else w.group_size, "BLOCK_N": ROWS, "BLOCK_M": plan["block_m"],
         "BLOCK_K": COLUMNS, "STAGES": plan["stages"], "WARPS": WARPS,
     }  # fmt: skip
 
 
-def compilation(name: str, w: Weight, plan: dict, dtype: torch.dtype) -> Compilation:
+def compilation(name: str, w: PackedWeight, plan: dict, dtype: torch.dtype) -> Compilation:
     """The compilation of a plan for activations of `dtype` with a weight on the meta device."""
     from kernels.packed_matmul.overlapped import overlapped
 

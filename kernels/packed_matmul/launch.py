@@ -24,7 +24,7 @@ from kernels.capability import multiprocessors, on_its_device  # noqa: E402
 from kernels.linear import without_tf32  # noqa: E402
 from kernels.packed_matmul import hopper  # noqa: E402
 from kernels.packed_matmul.products import dequantise, large_batch, reduce, small_batch  # noqa: E402
-from kernels.packed_matmul.weight import MAGIC, TYPES, Weight  # noqa: E402
+from kernels.packed_matmul.weight import MAGIC, TYPES, PackedWeight  # noqa: E402
 from kernels.tuning import Compilation, configuration  # noqa: E402
 
 CROSSOVER = 512  # number of tokens from which the heuristic dequantises and calls cuBLAS
@@ -44,7 +44,7 @@ class Blocks(NamedTuple):
     group: int  # columns that share a scale; 0: all columns of the row
 
 
-def blocks(w: Weight) -> Blocks | None:
+def blocks(w: PackedWeight) -> Blocks | None:
     """The division of a row into blocks, or None if only `dequantise` reads this weight.
 
     Only `dequantise` reads 5 and 6 bits, rows that are not a whole number of words, and groups that end within a word.
@@ -61,7 +61,7 @@ def blocks(w: Weight) -> Blocks | None:
     return None
 
 
-def shape_key(w: Weight, tokens: int) -> str:
+def shape_key(w: PackedWeight, tokens: int) -> str:
     """The part of a configuration's key that both ops share; tokens are rounded up to a power of two."""
     return f"m{triton.next_power_of_2(tokens)} n{w.shape[0]} k{w.shape[1]}"
 
@@ -71,7 +71,7 @@ def short(dtype: torch.dtype) -> str:
     return TYPES[dtype].removeprefix("*")
 
 
-def heuristic(w: Weight, tokens: int) -> dict:
+def heuristic(w: PackedWeight, tokens: int) -> dict:
     """The configuration for cases without measurements; its "kind" names the kernel."""
     out, cut, processors = w.shape[0], blocks(w), multiprocessors(w.codes.device)
     if cut is None or tokens >= CROSSOVER or (cut.word_scales and tokens > 16):
@@ -95,7 +95,7 @@ def heuristic(w: Weight, tokens: int) -> dict:
     return _large(128, block_m, 4 if block_m == 32 else 8, 3, splits)
 
 
-def candidates(w: Weight, tokens: int) -> list[dict]:
+def candidates(w: PackedWeight, tokens: int) -> list[dict]:
     """At most eight configurations worth timing, the heuristic's first."""
     first, cut = heuristic(w, tokens), blocks(w)
     if cut is None:
@@ -126,7 +126,7 @@ def candidates(w: Weight, tokens: int) -> list[dict]:
     return ([first] + [c for c in others if c != first])[:8]
 
 
-def _with_pairs(plan: dict, w: Weight) -> dict:
+def _with_pairs(plan: dict, w: PackedWeight) -> dict:
     """The plan, with a table of pairs instead of PRMT if the weight allows both: pairs need fewer instructions."""
     both = plan["kind"] == "small_batch" and w.table is not None and w.table.dim() == 1 and w.bits == 4
     return launchable({**plan, "pairs": True}, blocks(w)) if both else plan
@@ -164,7 +164,7 @@ DEQUANTISE = {**_small(0, 0, 0, 0), "kind": "dequantise"}
 
 
 @on_its_device
-def matmul(x: Tensor, w: Weight, op: str, key: str) -> Tensor:
+def matmul(x: Tensor, w: PackedWeight, op: str, key: str) -> Tensor:
     """y [tokens, out] = x Wᵀ in x's dtype, from x [tokens, in] in float32, bfloat16 or float16.
 
     op, key: for looking up the configuration; see `kernels.tuning`.
@@ -186,7 +186,7 @@ def matmul(x: Tensor, w: Weight, op: str, key: str) -> Tensor:
 
 
 @on_its_device
-def of_experts(x: Tensor, w: Weight, ends: Tensor) -> Tensor:
+def of_experts(x: Tensor, w: PackedWeight, ends: Tensor) -> Tensor:
     """y [tokens, out]: each token times its own expert's weight.
 
     w: [experts out, in], expert after expert, divisible by `blocks`; ends: int32 [experts], the end of each expert's
@@ -199,7 +199,7 @@ def of_experts(x: Tensor, w: Weight, ends: Tensor) -> Tensor:
     return (_small_batch if plan["kind"] == "small_batch" else _large_batch)(x, w, plan, ends)
 
 
-def for_experts(w: Weight, tokens: int, experts: int) -> dict:
+def for_experts(w: PackedWeight, tokens: int, experts: int) -> dict:
     """The configuration for tokens distributed among experts; only the GPU knows the number for each expert."""
     each, out = -(-tokens // experts), w.shape[0] // experts
     if each <= 8 or blocks(w).word_scales:
@@ -210,7 +210,7 @@ def for_experts(w: Weight, tokens: int, experts: int) -> dict:
     return _large(128, block_m, 4 if block_m == 32 else 8, 3, 1)
 
 
-def _small_batch(x: Tensor, w: Weight, plan: dict, ends: Tensor | None = None) -> Tensor:
+def _small_batch(x: Tensor, w: PackedWeight, plan: dict, ends: Tensor | None = None) -> Tensor:
     cut, columns = blocks(w), x.shape[1]
     warps = plan["warps"]
     while warps > 1 and (warps // 2) * cut.columns >= columns:  # no more warps than blocks of columns
@@ -222,7 +222,7 @@ def _small_batch(x: Tensor, w: Weight, plan: dict, ends: Tensor | None = None) -
     return y
 
 
-def _large_batch(x: Tensor, w: Weight, plan: dict, ends: Tensor | None = None) -> Tensor:
+def _large_batch(x: Tensor, w: PackedWeight, plan: dict, ends: Tensor | None = None) -> Tensor:
     cut, columns = blocks(w), x.shape[1]
     x = reordered(x, cut, w)
     iterations = triton.cdiv(triton.cdiv(columns, cut.columns), plan["splits"])
@@ -243,7 +243,7 @@ def summed(parts: Tensor, splits: int, x: Tensor) -> Tensor:
 
 
 def _launch(
-    kernel, x: Tensor, x_stride: int, w: Weight, y: Tensor, plan: dict, iterations: int, splits: int,
+    kernel, x: Tensor, x_stride: int, w: PackedWeight, y: Tensor, plan: dict, iterations: int, splits: int,
     even: bool = False, ends: Tensor | None = None,
 ) -> None:  # fmt: skip
     words = w.codes.view(torch.int32)  # [out, words of a row]
@@ -277,7 +277,7 @@ def _launch(
     )
 
 
-def _constants(w: Weight, plan: dict, unit: int, even: bool, experts: int = 0) -> dict:
+def _constants(w: PackedWeight, plan: dict, unit: int, even: bool, experts: int = 0) -> dict:
     """The constexpr arguments of `small_batch` or `large_batch`, according to the plan."""
     cut = blocks(w)
     constants = {
@@ -299,7 +299,7 @@ def _constants(w: Weight, plan: dict, unit: int, even: bool, experts: int = 0) -
     return constants
 
 
-def slab_by_slab(x: Tensor, w: Weight) -> Tensor:
+def slab_by_slab(x: Tensor, w: PackedWeight) -> Tensor:
     """y [tokens, out] = x Wᵀ by cuBLAS, without TF32; rows of W are dequantised one slab at a time."""
     out, columns = w.shape
     y = x.new_empty(x.shape[0], out)
@@ -314,7 +314,7 @@ def slab_by_slab(x: Tensor, w: Weight) -> Tensor:
     return y
 
 
-def dequantise_rows(w: Weight, first: int, out: Tensor) -> None:
+def dequantise_rows(w: PackedWeight, first: int, out: Tensor) -> None:
     """Write rows first, first + 1, ... of W into out [rows, in], which is contiguous; in float32, rounded once."""
     words = _in_words(w)
     codes = w.codes.view(torch.int32) if words else w.codes
@@ -341,13 +341,13 @@ def dequantise_rows(w: Weight, first: int, out: Tensor) -> None:
     )
 
 
-def _in_words(w: Weight) -> bool:
+def _in_words(w: PackedWeight) -> bool:
     """Can `dequantise` read the codes word by word?"""
     whole = 32 % w.bits == 0 and w.codes.shape[1] % 4 == 0 and w.group_size % (32 // w.bits) == 0
     return whole and w.table is None
 
 
-def reordered(x: Tensor, cut: Blocks, w: Weight) -> Tensor:
+def reordered(x: Tensor, cut: Blocks, w: PackedWeight) -> Tensor:
     """x padded with zero columns to whole blocks, with its columns in the order in which `large_batch` multiplies."""
     if x.shape[1] % cut.columns:  # `pad` copies even if it adds nothing
         x = torch.nn.functional.pad(x, (0, -x.shape[1] % cut.columns))
@@ -363,7 +363,7 @@ def aligned(codes: Tensor) -> Tensor:
     return codes if codes.data_ptr() % 16 == 0 else codes.clone()
 
 
-def compilation(name: str, w: Weight, dtype: torch.dtype, tokens: int, experts: int = 0) -> Compilation:
+def compilation(name: str, w: PackedWeight, dtype: torch.dtype, tokens: int, experts: int = 0) -> Compilation:
     """The heuristic's compilation for activations of `dtype` with a weight on the meta device; `experts`: number of
     experts' weights that it holds."""
     plan = for_experts(w, tokens, experts) if experts else heuristic(w, tokens)
@@ -382,7 +382,7 @@ def compilation(name: str, w: Weight, dtype: torch.dtype, tokens: int, experts: 
     return Compilation(name, kernel, arguments, constants, plan["warps"], plan["stages"], multiples, (expects,))
 
 
-def dequantise_compilation(name: str, w: Weight, dtype: torch.dtype) -> Compilation:
+def dequantise_compilation(name: str, w: PackedWeight, dtype: torch.dtype) -> Compilation:
     """The same for `dequantise`."""
     words = _in_words(w)
     arguments, absent = _types(w, out=dtype)
@@ -392,7 +392,7 @@ def dequantise_compilation(name: str, w: Weight, dtype: torch.dtype) -> Compilat
     return Compilation(name, dequantise, arguments, constants, 4, 3, ("first", "end", "K", "row_size", "group_size"))
 
 
-def _types(w: Weight, **dtypes: torch.dtype) -> tuple[dict[str, str], dict[str, None]]:
+def _types(w: PackedWeight, **dtypes: torch.dtype) -> tuple[dict[str, str], dict[str, None]]:
     """Triton's types of a kernel's pointer arguments, and the names of those that are None."""
     tensors = {"codes": w.codes, "table": w.table, "scale": w.scale, "zero": w.zero}
     dtypes |= {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}

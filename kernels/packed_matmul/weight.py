@@ -9,7 +9,7 @@ MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}  # 128 and 1024,
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
 
 
-class Weight(NamedTuple):
+class PackedWeight(NamedTuple):
     """A weight in the layout `rows`: the fields of `Packed` and of `Codebook`, some of which are None."""
 
     codes: Tensor

@@ -18,7 +18,7 @@ from kernels.step.cache import LayerRoom, rooms_of
 from kernels.step.decoder import STREAM, Decoder, DecoderBlock, NotNative, recognise
 from kernels.step.likeness import check_likeness
 from kernels.step.native import DecodeStep, why_not
-from kernels.step.program import Attention, Change, Handed, Products, Program, Weight
+from kernels.step.program import Attention, Handed, InputChange, Products, Program, Weight
 from kernels.trellis_matmul import Trellis
 from kernels.w8a8_matmul import W8
 
@@ -193,25 +193,25 @@ def weight_of(module: nn.Module, name: str) -> Weight:
         return Weight(stored, bias, x_scale=parts[0].x_scale)
     if isinstance(stored, Trellis):
         signs, gains = parts[0].flips, parts[0].gains
-        return Weight(stored, bias, Change(signs, widest_block(len(signs))), gains)
+        return Weight(stored, bias, InputChange(signs, widest_block(len(signs))), gains)
     return Weight(stored, bias, change)
 
 
-def _change(transform: nn.Module | None, name: str, columns: int) -> Change | None:
+def _change(transform: nn.Module | None, name: str, columns: int) -> InputChange | None:
     """The effect of a transform of `compress.transforms` on an input with `columns` columns."""
     change = None
     for step in getattr(transform, "steps", [] if transform is None else [transform]):
         signs, block = getattr(step, "signs", None), getattr(step, "block", None)
         rounded = bool(change and change.bits)
         if change is None and signs is not None and isinstance(block, int):
-            change = Change(signs.float(), block)
+            change = InputChange(signs.float(), block)
         elif getattr(step, "name", "") == "permutation" and not rounded and (change is None or change.order is None):
-            change = dataclasses.replace(change or Change(), order=step.order)
+            change = dataclasses.replace(change or InputChange(), order=step.order)
         elif getattr(step, "in_integers", False) and not rounded:
             group_size = columns if step.group_size == -1 else step.group_size
             fixed = 0.0 if step.step is None else float(step.step)
             how = {"bits": step.bits, "group_size": group_size, "step": fixed, "wide": step.wide}
-            change = dataclasses.replace(change or Change(), **how)
+            change = dataclasses.replace(change or InputChange(), **how)
         else:
             raise NotNative(f"{name} has a transform ({type(step).__name__}) that the step does not know")
     return change

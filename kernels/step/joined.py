@@ -14,7 +14,7 @@ from kernels.lut_matmul import Codebook
 from kernels.registry import ran
 from kernels.step.assemble import OPS, weight_of
 from kernels.step.decoder import NotNative
-from kernels.step.program import Change, Weight
+from kernels.step.program import InputChange, Weight
 from kernels.w4a8_matmul import fast, holds_integers
 from kernels.w4a8_matmul.groups import decoded_once
 from kernels.w8a8_matmul import W8
@@ -52,7 +52,7 @@ def joined(linears: Sequence[nn.Module]) -> Joined | None:
     return product and (lambda x: [y if b is None else y.add_(b) for y, b in zip(product(x), biases, strict=True)])
 
 
-def _rounds_tokens(change: Change, weights: Sequence[Weight]) -> bool:
+def _rounds_tokens(change: InputChange, weights: Sequence[Weight]) -> bool:
     """Is the only change rounding with one step per token, and do the integer kernels support these weights?"""
     if change.signs is not None or change.order is not None or change.step or change.wide or change.bits not in (4, 8):
         return False

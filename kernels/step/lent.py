@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Sparse(NamedTuple):
+class ReadPositions(NamedTuple):
     """The positions of a lent layer that a token reads, beside its own: pages that are ranked by bounds of their keys,
     or the entries of a list; if neither is given, all positions.
 
@@ -50,4 +50,4 @@ class Lent(NamedTuple):
     group: int
     turned_keys: bool = False
     turned_values: bool = False
-    sparse: Sparse = Sparse()
+    sparse: ReadPositions = ReadPositions()

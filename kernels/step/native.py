@@ -10,7 +10,7 @@ from kernels.hadamard import widest_block
 from kernels.hadamard.cpu import factors
 from kernels.registry import ran
 from kernels.step.lent import Lent
-from kernels.step.program import ACTIVATIONS, Attention, Change, Handed, Norm, Products, Program, Weight
+from kernels.step.program import ACTIVATIONS, Attention, Handed, InputChange, Norm, Products, Program, Weight
 
 RESIDUAL, ATTENDED = -1, -2  # numbers of a product's input in native/step_types.inc
 MOST_TOKENS = 8
@@ -47,7 +47,7 @@ class DecodeStep:
         bfloat16 = dtype == torch.bfloat16
         self._native = torch.classes.workbench.DecodeStep(program.hidden, program.tokens, bfloat16, self.isa)
         self._buffers: dict[str, int] = {}
-        self._changes: list[Change] = []
+        self._changes: list[InputChange] = []
         if program.stream is not None:
             self._native.rotates(self._change(program.stream))
         if program.embedding is not None:
@@ -124,7 +124,7 @@ class DecodeStep:
             self._native.changes(weight, self._change(w.change), w.gains)
         return weight
 
-    def _change(self, change: Change) -> int:
+    def _change(self, change: InputChange) -> int:
         """The number of a change; equal changes have the same number, and run once if weights share an input."""
         for number, one in enumerate(self._changes):
             if one.same(change):
@@ -151,7 +151,7 @@ class DecodeStep:
     def _handed(self, a: Handed) -> None:
         (query, eps), (key, _) = _norm(a.query_norm), _norm(a.key_norm)
         sizes = [self._buffers[a.reads], a.heads, a.kv_heads, a.channels]
-        rotation = self._change(Change(torch.ones(a.channels), widest_block(a.channels)))
+        rotation = self._change(InputChange(torch.ones(a.channels), widest_block(a.channels)))
         self._native.hand_over(sizes, rotation, a.scale, a.softcap, query, key, eps or _norm(a.key_norm)[1])
 
     def _attention(self, a: Attention) -> None:

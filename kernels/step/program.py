@@ -22,7 +22,7 @@ ACTIVATIONS = ("", "silu", "gelu_tanh", "relu")  # numbered as in native/step_ty
 
 
 @dataclass(frozen=True)
-class Change:
+class InputChange:
     """The change of a product's input before the multiplication: a transform, a permutation of the columns, and then
     rounding to integer codes.
 
@@ -40,7 +40,7 @@ class Change:
     order: Tensor | None = None
     wide: int = 0
 
-    def same(self, other: "Change") -> bool:
+    def same(self, other: "InputChange") -> bool:
         """Do the two changes give the same result for every input?"""
         settings = (self.block, self.bits, self.group_size, self.step, self.wide)
         if settings != (other.block, other.bits, other.group_size, other.step, other.wide):
@@ -69,7 +69,7 @@ class Weight:
 
     stored: Tensor | Packed | Codebook | W8 | Trellis
     bias: Tensor | None = None
-    change: Change | None = None
+    change: InputChange | None = None
     gains: Tensor | None = None
     x_scale: Tensor | None = None
 
@@ -204,4 +204,4 @@ class Program:
     embedding: Weight | None
     instructions: tuple[Products | Attention | Handed, ...]
     embedding_scale: float = 1.0
-    stream: Change | None = None
+    stream: InputChange | None = None

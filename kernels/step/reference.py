@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
-from kernels.step.program import Attention, Change, Norm, Products, Program, Weight
+from kernels.step.program import Attention, InputChange, Norm, Products, Program, Weight
 from kernels.w8a8_matmul import W8
 
 ACTIVATION = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"), "relu": relu}
@@ -24,7 +24,7 @@ def decode_step(
     if hidden is None:
         rows = rounded(program.embedding.dequantize()[ids.flatten()])
         hidden = rounded(rows * program.embedding_scale)
-    stream = program.stream or Change()
+    stream = program.stream or InputChange()
     residual, results, attended = stream.turn(hidden), {}, None
     for one in program.instructions:
         if isinstance(one, Attention):
@@ -50,9 +50,9 @@ def _products(p: Products, x: Tensor) -> list[Tensor]:
 
 def _met(w: Weight, x: Tensor) -> Tensor:
     """The changed input by which a weight is multiplied."""
-    change = w.change or Change()
+    change = w.change or InputChange()
     if isinstance(w.stored, W8):
-        change = Change(bits=8, group_size=x.shape[-1], step=0.0 if w.x_scale is None else float(w.x_scale))
+        change = InputChange(bits=8, group_size=x.shape[-1], step=0.0 if w.x_scale is None else float(w.x_scale))
     x = change.turn(x)
     x = x if change.order is None else x[..., change.order.long()]
     if not change.bits:

@@ -68,7 +68,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """The plan of a sweep; shown as a table, as text and in Jupyter."""
 
     sweep: Sweep
@@ -117,7 +117,7 @@ class Plan:
         return f"{said}<table><thead><tr>{names}</tr></thead><tbody>{shown}</tbody></table>"
 
 
-def plan(sweep: str | Path | Sweep, *, runs: Path = RUNS, force: bool = False, stale: bool = False) -> Plan:
+def plan(sweep: str | Path | Sweep, *, runs: Path = RUNS, force: bool = False, stale: bool = False) -> SweepPlan:
     """Every run of a sweep, with the planned action and the expected time. Nothing is started.
 
     Args:
@@ -142,7 +142,7 @@ def plan(sweep: str | Path | Sweep, *, runs: Path = RUNS, force: bool = False, s
             why = RunFolder(folder, planned.key).damage()[:100]
         why = why or ("" if done else before.changed(planned))
         rows.append(PlanRow(planned, now, "skip" if done else "run", why, None if done else before.likely(planned)))
-    return Plan(sweep, tuple(rows), tuple(missing(sweep.files, runs)))
+    return SweepPlan(sweep, tuple(rows), tuple(missing(sweep.files, runs)))
 
 
 def run_sweep(

@@ -9,7 +9,7 @@ import torch
 from compress import METHODS, apply, load_compressed, save_compressed
 from compress.correction.low_rank import low_rank
 from compress.correction.outlier_entries import outliers
-from compress.formats import FORMATS, CsrWeight, LowRank
+from compress.formats import FORMATS, CsrWeight, LowRankWeight
 from compress.formats.csr import entry_count
 from compress.grid.nearest import rtn
 from compress.linear import CompressedLinear, compressed_linears
@@ -62,8 +62,8 @@ def parts_of(kind):
     torch.manual_seed(1)
     W = torch.randn(24, 40)
     return W, {
-        "low_rank": lambda: LowRank.from_factors(W[:, :3], torch.randn(3, 40)),
-        "low_rank in 8 bits": lambda: LowRank.from_factors(W[:, :3], torch.randn(3, 40), bits=8),
+        "low_rank": lambda: LowRankWeight.from_factors(W[:, :3], torch.randn(3, 40)),
+        "low_rank in 8 bits": lambda: LowRankWeight.from_factors(W[:, :3], torch.randn(3, 40), bits=8),
         "csr": lambda: CsrWeight.from_chosen(W, W.abs() > 1.5),
         "an empty csr": lambda: CsrWeight.from_chosen(W, W.abs() > 100),
     }[kind]()
@@ -73,7 +73,7 @@ def parts_of(kind):
 def test_added_parts_multiply_come_back_and_count_their_bytes(kind):
     W, part = parts_of(kind)
     state = part.state_dict()
-    if isinstance(part, LowRank):
+    if isinstance(part, LowRankWeight):
         assert part.nbytes == 3 * (24 + 40) * part.bits // 8 + (4 * 3 if part.bits == 8 else 0)
     else:
         assert part.nbytes == 4 * int((part.dequantize() != 0).sum()) + 2 * 24

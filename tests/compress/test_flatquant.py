@@ -9,7 +9,7 @@ from compress import METHODS, apply, load_compressed, save_compressed
 from compress.method import settle
 from compress.recipe import parse_recipe
 from compress.rotations import flatquant, flattening
-from compress.rotations.flattening import Factor, Flat, balance, round_through, start_of
+from compress.rotations.flattening import Flat, InvertibleFactor, balance, round_through, start_of
 from compress.transforms import Kronecker, Rounding
 
 FLAT = METHODS["flatquant"]
@@ -40,7 +40,7 @@ def test_the_map_and_the_folded_weight_are_those_of_the_whole_matrix(n, left):
     start = start_of(torch.ones(n), left, 0)
     whole = torch.kron(start.left, start.right)
     torch.testing.assert_close(whole @ whole.t(), torch.eye(n), rtol=1e-4, atol=1e-5)
-    for matrix, inverse in map(Factor.matrices, (flat.left, flat.right)):
+    for matrix, inverse in map(InvertibleFactor.matrices, (flat.left, flat.right)):
         torch.testing.assert_close(matrix @ inverse.t(), torch.eye(len(matrix)), rtol=1e-4, atol=1e-4)
 
 

@@ -9,7 +9,7 @@ from scipy.stats import kendalltau
 
 from compress.kv.reuse import ChunkStore, blend
 from compress.kv.reuse.blend import CHOICES
-from compress.kv.reuse.context import Context, places_by_context
+from compress.kv.reuse.context import ChunkContext, places_by_context
 
 ARCHITECTURES = ["llama", "qwen2", "mistral", "gemma3_text", "phi", "gpt_neox"]  # sliding layers, partial rotations
 
@@ -119,7 +119,7 @@ def test_attention_to_other_texts_is_that_of_the_model(tiny):
 
 
 def test_impact_and_overlap_are_those_of_the_paper():
-    context = Context(("a", "b", "c"), (10, 20, 40), (2.0, 3.0, 5.0), 4.0, torch.ones(8))
+    context = ChunkContext(("a", "b", "c"), (10, 20, 40), (2.0, 3.0, 5.0), 4.0, torch.ones(8))
     outside, inside = 2 / (8 * 10) + 3 / (8 * 20) + 5 / (8 * 40), 4 / 8**2
     assert context.impact == pytest.approx(1 / (1 + math.exp(-outside / inside)))
     assert context.overlap(["a", "b", "c"]) == 1 and context.overlap(["x"]) == context.overlap([]) == 0
@@ -128,14 +128,14 @@ def test_impact_and_overlap_are_those_of_the_paper():
         tau = kendalltau([0, 1, 2], [now.index(name) for name in "abc"]).statistic
         assert context.overlap(now) == pytest.approx(1 - (1 - tau) / 2)
     assert context.overhead(["c"]) == pytest.approx(context.impact / 2)
-    alone = Context((), (), (), 1.0, torch.zeros(8))
+    alone = ChunkContext((), (), (), 1.0, torch.zeros(8))
     assert (alone.overhead([]), alone.overhead(["a"])) == (0, 1), "a text before it, of which it saw none"
 
 
 def test_chunks_share_the_tokens_by_their_overheads():
-    alone = Context((), (), (), 1.0, torch.zeros(8))
-    settled = Context(("a",), (8,), (1.0,), 4.0, torch.arange(8.0))
-    foreign = Context(("x",), (8,), (4.0,), 4.0, torch.tensor([0.0, 3, 1, 2, 9, 0, 0, 8]))
+    alone = ChunkContext((), (), (), 1.0, torch.zeros(8))
+    settled = ChunkContext(("a",), (8,), (1.0,), 4.0, torch.arange(8.0))
+    foreign = ChunkContext(("x",), (8,), (4.0,), 4.0, torch.tensor([0.0, 3, 1, 2, 9, 0, 0, 8]))
     counted = [places.tolist() for places in places_by_context([alone, settled, foreign], ["a", "b", "c"], 4)]
     assert counted == [[], [], [4, 7, 1, 3]], "the first one stands where it was read, the second one behind the same"
     counted = [places.tolist() for places in places_by_context([alone, settled, foreign], ["a", "b", "c"], 12)]

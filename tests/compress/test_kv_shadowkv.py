@@ -11,7 +11,7 @@ from compress import METHODS, apply, load_compressed, save_compressed
 from compress.kv import attach, attached, attachment_of
 from compress.kv.layer import KVLayer
 from compress.kv.reading.chunked import ChunkedSlab
-from compress.kv.reading.offload import Offloaded
+from compress.kv.reading.offload import OffloadedRows
 from compress.kv.reading.reader import Reader
 from compress.kv.static import MadeUpCache, decoder
 from compress.kv.storage import joined
@@ -134,9 +134,9 @@ def test_bytes_are_counted_where_they_lie_and_as_they_move(tiny, tokens, tmp_pat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_come_back_from_a_file(tmp_path, dtype):
     x = torch.randn(7, 3).to(dtype)
-    held = Offloaded(x, str(tmp_path))
+    held = OffloadedRows(x, str(tmp_path))
     assert torch.equal(held.fetch(torch.tensor([6, 0, 6])), x[[6, 0, 6]]) and held.fetched == 9 * x.itemsize
-    assert held.nbytes == x.nbytes and Offloaded(x[:0], str(tmp_path)).nbytes == 0
+    assert held.nbytes == x.nbytes and OffloadedRows(x[:0], str(tmp_path)).nbytes == 0
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3_text", "gpt_oss"])

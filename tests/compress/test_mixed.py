@@ -10,7 +10,7 @@ from compress import METHODS, apply
 from compress.allocation.candidates import measure
 from compress.allocation.importance import z_scores
 from compress.allocation.predictions import PredictionLoss, ScaledLoss
-from compress.allocation.program import Choice, Program
+from compress.allocation.program import BudgetProgram, Choice
 from compress.allocation.sensitivity import FisherLoss
 from compress.apply import apply_each
 from compress.checkpoint.fits import check_save_format
@@ -49,7 +49,7 @@ def test_program_finds_the_least(monkeypatch, seed):
         ]
         for i in range(5)
     }
-    program = Program(layers)
+    program = BudgetProgram(layers)
     every = [
         Choice(sum(c.cost for c in several), sum(c.loss for c in several))
         for several in itertools.product(*layers.values())
@@ -65,7 +65,7 @@ def test_program_finds_the_least(monkeypatch, seed):
     with pytest.raises(ValueError, match="less than the smallest choices cost"):
         program.within(smallest - 1)
     monkeypatch.setattr("compress.allocation.program.MOST_STATES", 16)  # coarse: within the budget all the same
-    assert Program(layers).of(Program(layers).within(smallest + 450 * unit)).cost <= smallest + 450 * unit
+    assert BudgetProgram(layers).of(BudgetProgram(layers).within(smallest + 450 * unit)).cost <= smallest + 450 * unit
 
 
 def test_the_budget_holds_and_is_used(tiny, tokens):

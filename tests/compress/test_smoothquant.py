@@ -330,7 +330,7 @@ def test_smoothing_then_storing_measures_the_whole_recipe(tiny, tokens, with_out
 def test_where_nothing_moves_no_weight_is_touched(tiny, tokens, monkeypatch):
     model = tiny("llama")
     weights = copy.deepcopy(model.state_dict())
-    nothing = folding.Choice(torch.ones(64), None)
+    nothing = folding.FoldChoice(torch.ones(64), None)
     monkeypatch.setattr(METHODS["smoothquant"], "choose", lambda *_: nothing)
     records = apply([smoothquant(links="norm")], model, tokens()).folds
     assert all(r.alpha is None and r.difference == 0 and r.x_after == r.x_before for r in records)

@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from compress import METHODS, apply, load_compressed, save_compressed
 from compress.checkpoint.fits import linears_to_be
-from compress.formats import CsrWeight, LowRank
+from compress.formats import CsrWeight, LowRankWeight
 from compress.grid.nearest import rtn
 from compress.linear import CompressedLinear, compressed_linears
 from compress.method import settle
@@ -30,7 +30,7 @@ def test_the_layer_is_that_of_plain_torch(rotated):
     """Also by the dequantised weight, copied, and out of its tensors."""
     W, x = torch.randn(24, 32), torch.randn(3, 5, 32)
     L, R, entries = torch.randn(24, 4), torch.randn(4, 32), torch.randn(24, 32)
-    parts = [rtn(W, bits=4), LowRank.from_factors(L, R), CsrWeight.from_chosen(entries, entries > 1.5)]
+    parts = [rtn(W, bits=4), LowRankWeight.from_factors(L, R), CsrWeight.from_chosen(entries, entries > 1.5)]
     rotation = random_hadamard(32, 0)
     layer = CompressedLinear(parts, torch.ones(24), dtype=torch.float32)
     layer.transform = followed_by(rotation if rotated else None, Rounding(4))

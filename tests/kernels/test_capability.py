@@ -131,7 +131,7 @@ def test_gpus_of_rocm_are_refused(gpu, monkeypatch):
 def test_work_is_divided_by_the_multiprocessors_of_the_device(gpu):
     from kernels.hadamard import spread
     from kernels.packed_matmul.launch import heuristic
-    from kernels.packed_matmul.weight import Weight
+    from kernels.packed_matmul.weight import PackedWeight
     from kernels.trellis_matmul import triton as trellis
     from kernels.w4a8_matmul import triton as w4a8
     from kernels.w8a8_matmul import triton as w8a8
@@ -142,7 +142,7 @@ def test_work_is_divided_by_the_multiprocessors_of_the_device(gpu):
 
     def weight(out):
         codes = Tensor(out, 2048, dtype=torch.uint8)
-        return Weight(codes, Tensor(out, 32), None, None, 4, 128, (out, 4096))
+        return PackedWeight(codes, Tensor(out, 32), None, None, 4, 128, (out, 4096))
 
     full = 2 * 32 * count  # rows with which 32 rows a program give two programs to every multiprocessor
     assert (heuristic(weight(full), 1)["block_n"], heuristic(weight(full - 32), 1)["block_n"]) == (32, 16)

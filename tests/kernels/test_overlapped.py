@@ -17,7 +17,7 @@ from kernels.harness.emulator import Descriptor, Pointer, emulated
 from kernels.harness.hazards import overwritten_in_flight
 from kernels.int_matmul import pack
 from kernels.packed_matmul import hopper, launch
-from kernels.packed_matmul.weight import Weight
+from kernels.packed_matmul.weight import PackedWeight
 from kernels.support.declarations import relative_rms
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -33,7 +33,7 @@ def weight(out, columns, group_size, symmetric):
     p = pack(codes, scale, zero, bits=4, group_size=group_size)
     shift = 8 if zero is None else zero.repeat_interleave(group_size, 1)
     W = (codes - shift).double() * scale.double().repeat_interleave(group_size, 1)
-    return Weight(p.codes, None, p.scale, p.zero, 4, group_size, (out, columns)), W
+    return PackedWeight(p.codes, None, p.scale, p.zero, 4, group_size, (out, columns)), W
 
 
 def product(monkeypatch, x, w, plan, late=False, change=("", "")):
@@ -139,7 +139,7 @@ def test_what_it_takes_and_when_it_is_tried():
     assert not hopper.fits(w._replace(scale=w.scale.half()), BF16), "whose scales it would round"
     for out, tokens in itertools.product((1024, 4096, 14336), (17, 64, 256, 2048)):
         codes = torch.empty(out, 2048, dtype=torch.uint8, device="meta")
-        large = Weight(codes, None, None, None, 4, 128, (out, 4096))
+        large = PackedWeight(codes, None, None, None, 4, 128, (out, 4096))
         assert launch.heuristic(large, tokens)["kind"] != "overlapped", "not before it was measured"
         for plan in hopper.plans(large, tokens):
             assert plan.keys() == launch.heuristic(large, tokens).keys(), "or what was measured would not be taken"

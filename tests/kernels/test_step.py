@@ -13,7 +13,7 @@ from kernels import native
 from kernels.int_matmul import pack, to_panels
 from kernels.lut_matmul import NF4, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
-from kernels.step import Attention, Change, DecodeStep, Norm, Products, Program, Weight
+from kernels.step import Attention, DecodeStep, InputChange, Norm, Products, Program, Weight
 from kernels.step.lent import Lent
 from kernels.step.program import Handed
 from kernels.step.reference import decode_step
@@ -35,13 +35,13 @@ def weight(kind: str, out: int, columns: int, dtype: torch.dtype, bias: bool = F
         block = columns // 2 if change == "half" else columns
         order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns)).int()
         how = {
-            "coded": Change(bits=8, group_size=columns),
-            "both": Change(signs(columns), block, bits=8, group_size=8),
-            "ordered": Change(order=order),
-            "gathered": Change(order=order, bits=4, group_size=8, wide=columns // 8 - 1),
-            "all": Change(signs(columns), block, bits=4, group_size=8, order=order, wide=columns // 8 - 1),
+            "coded": InputChange(bits=8, group_size=columns),
+            "both": InputChange(signs(columns), block, bits=8, group_size=8),
+            "ordered": InputChange(order=order),
+            "gathered": InputChange(order=order, bits=4, group_size=8, wide=columns // 8 - 1),
+            "all": InputChange(signs(columns), block, bits=4, group_size=8, order=order, wide=columns // 8 - 1),
         }
-        changed = how.get(change) or Change(signs(columns), block)
+        changed = how.get(change) or InputChange(signs(columns), block)
         return dataclasses.replace(weight(kind, out, columns, dtype, bias), change=changed)
     W, scale = torch.randn(out, columns) / columns**0.5, torch.rand(out, columns // 8) + 0.5
     b = torch.randn(out) if bias else None
@@ -62,7 +62,7 @@ def weight(kind: str, out: int, columns: int, dtype: torch.dtype, bias: bool = F
         bits, length = int(kind[-1]), length_for(out)
         codes = torch.randint(256, (-(-out // length), columns, length * bits // 8), dtype=torch.uint8)
         walks = Trellis(codes, scale[:, 0].contiguous() / UNIT / columns**0.5, bits, 12, (out, columns))
-        return Weight(walks, b, Change(signs(columns), columns), torch.rand(columns) + 0.5)
+        return Weight(walks, b, InputChange(signs(columns), columns), torch.rand(columns) + 0.5)
     bits = {"nibbles": 4, "bytes": 8}.get(kind) or int(kind.removeprefix("planes"))
     group_size = 16 if kind.startswith("planes") else 8
     zero = torch.randint(1 << bits, (out, columns // group_size)) if bias else None
@@ -134,7 +134,7 @@ def test_changed_inputs(isa):
     ):
         program = decoder(kinds, torch.bfloat16, 3, bias=True, position=3)
         compare(program, torch.bfloat16, 3, isa)
-        compare(dataclasses.replace(program, stream=Change(signs(48), 24)), torch.bfloat16, 5, isa)
+        compare(dataclasses.replace(program, stream=InputChange(signs(48), 24)), torch.bfloat16, 5, isa)
 
 
 @pytest.mark.skipif(not integer_dots(torch.empty(0, dtype=torch.int8)), reason="no AVX512-VNNI")

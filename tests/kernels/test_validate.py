@@ -18,7 +18,7 @@ import torch
 
 from kernels.harness import agree, clock, jobs, roofline, timing, trial, validate
 from kernels.harness.table import rows_table, table
-from kernels.harness.verify import Verdict, verify
+from kernels.harness.verify import OpVerdict, verify
 from kernels.support import declarations
 from kernels.support.declarations import Check, Contest
 
@@ -231,7 +231,7 @@ def test_libraries_that_add_in_no_order_may_differ_within_the_tolerance():
 def test_sums_in_place_begin_at_zero():
     total = torch.full((4,), 7.0)
     summing = contest("a", contestants={"ours": lambda i: total.add_(X)}, expected={"ours": lambda found: X.double()})
-    assert verify(summing, CPU) == Verdict({}, ())
+    assert verify(summing, CPU) == OpVerdict({}, ())
     twice = iter([X, X, X * 2, X * 2.000001])
     flaky = contest("a", contestants={"ours": lambda i: next(twice)}, expected={"ours": lambda found: X.double() * 2})
     assert "two runs" in verify(flaky, CPU).red["ours"]
@@ -240,7 +240,7 @@ def test_sums_in_place_begin_at_zero():
 def test_the_contests_of_every_op_say_what_is_right():
     for name in declarations.OPS:
         for c in import_module(f"kernels.{name}.cases").contests(CPU, True, declarations.OWN):
-            assert verify(c, CPU) == Verdict({}, ()), c
+            assert verify(c, CPU) == OpVerdict({}, ()), c
 
 
 def test_what_is_asked_for_reaches_the_op(ops, tmp_path):
@@ -338,7 +338,7 @@ def test_contests_wait_for_nothing_that_is_late_or_red(tmp_path):
     log = trial.Log(validation.lines, "checks", "gram", "0/1", 0)
     log.write("check", index=0, green=False, name="c", impl="triton")
     for name in ("hadamard", "kv_decode"):
-        validation.left.append(jobs.Job("checks", name))
+        validation.left.append(jobs.TrialJob("checks", name))
     log.common["op"] = "kv_decode"
     log.write("check", index=-1, green=False, name="(making the checks)", impl="")
     assert validation._sound(names) == ["gram", "hadamard"], "one has no checks at all, one could not make its own"
@@ -447,15 +447,15 @@ def workers(tmp_path, monkeypatch):
 
 def test_a_process_over_its_time_is_ended_and_gone_on_behind(workers):
     workers, lines = workers("time.sleep(60)")
-    left = workers.run([jobs.Job("contests", "a")], time.monotonic() + 2, alone=True)
-    assert left == [jobs.Job("contests", "a", start=1, restarts=1)]
+    left = workers.run([jobs.TrialJob("contests", "a")], time.monotonic() + 2, alone=True)
+    assert left == [jobs.TrialJob("contests", "a", start=1, restarts=1)]
     assert [x["status"] for x in trial.read(lines) if x["kind"] == "contest"] == ["over its time"]
     assert workers.run(left, time.monotonic() + 20) == []
 
 
 def test_a_check_that_hangs_is_tried_again_and_then_red(workers):
     workers, lines = workers("time.sleep(60)")
-    (again,) = workers.run([jobs.Job("checks", "a")], time.monotonic() + 2)
+    (again,) = workers.run([jobs.TrialJob("checks", "a")], time.monotonic() + 2)
     assert again.start == 0 and not any(x["kind"] == "check" for x in trial.read(lines))
     workers.run([again], time.monotonic() + 2)
     (red,) = [x for x in trial.read(lines) if x["kind"] == "check"]
@@ -465,21 +465,21 @@ def test_a_check_that_hangs_is_tried_again_and_then_red(workers):
 def test_a_process_of_several_ops_that_hangs_is_ended_soon(workers, monkeypatch):
     monkeypatch.setattr(jobs, "SILENT", 3.0)
     workers, lines = workers("time.sleep(60)")
-    assert workers.run([jobs.Job("checks", "a+b")], time.monotonic() + 50) == []
+    assert workers.run([jobs.TrialJob("checks", "a+b")], time.monotonic() + 50) == []
     (red,) = [x for x in trial.read(lines) if x["kind"] == "check"]
     assert (red["green"], red["message"]) == (False, "silent for 3 s"), "and the next item went on at once"
 
 
 def test_a_check_that_kills_its_process_is_red(workers):
     workers, lines = workers("os.kill(os.getpid(), 11)")
-    assert workers.run([jobs.Job("checks", op) for op in "ab"], time.monotonic() + 20) == []
+    assert workers.run([jobs.TrialJob("checks", op) for op in "ab"], time.monotonic() + 20) == []
     red = {x["op"]: x["message"] for x in trial.read(lines) if x["kind"] == "check"}
     assert red == {"a": "crashed: signal SIGSEGV", "b": "crashed: signal SIGSEGV"}
 
 
 def test_a_job_that_never_gets_anywhere_is_given_up(workers):
     workers, lines = workers("pass\nraise SystemExit('no device')")
-    (left,) = workers.run([jobs.Job("contests", "a")], time.monotonic() + 20)
+    (left,) = workers.run([jobs.TrialJob("contests", "a")], time.monotonic() + 20)
     rows = [x for x in trial.read(lines) if x["kind"] == "contest"]
     assert left.restarts == len(rows) == jobs.RESTARTS + 1
     assert {row["status"] for row in rows} == {"crashed: exit 1, no device"}
@@ -632,7 +632,7 @@ def test_results_go_where_the_environment_says(monkeypatch):
 def test_crashes_between_contests_that_went_well_are_not_counted_together(workers):
     many = "pass\nn = int(a['--start'])\n[say(kind='begin', index=n), say(kind='contest', index=n, status='timed')]\n"
     workers, lines = workers(many + "say(kind='begin', index=n + 1)\nif n < 12: os.kill(os.getpid(), 11)")
-    assert workers.run([jobs.Job("contests", "a")], time.monotonic() + 60, alone=True) == []
+    assert workers.run([jobs.TrialJob("contests", "a")], time.monotonic() + 60, alone=True) == []
     status = {x["index"]: x["status"] for x in trial.read(lines) if x["kind"] == "contest"}
     assert [status[n] for n in (0, 2, 12)] == ["timed"] * 3
     assert sum(s == "crashed: signal SIGSEGV" for s in status.values()) == 6 > jobs.RESTARTS

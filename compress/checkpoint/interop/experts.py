@@ -26,7 +26,7 @@ STORED_EXPERTS = r"re:.*\.experts\.\d+\..*"  # the target of a group that holds 
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowShare:
     """A stored linear that is a share of the rows of one of ours: from row `start` / LABELS to `stop` / LABELS."""
 
     name: str
@@ -53,7 +53,7 @@ class StoredNames:
         others: for every other tensor of which the name differs, its stored name.
     """
 
-    experts: dict[str, tuple[Rows, ...]]
+    experts: dict[str, tuple[RowShare, ...]]
     others: dict[str, str]
 
     @classmethod
@@ -64,7 +64,7 @@ class StoredNames:
             ValueError: its experts are not stored one by one; the message gives the reason.
         """
         labels, source = _labels(model)
-        experts: dict[str, list[Rows]] = defaultdict(list)
+        experts: dict[str, list[RowShare]] = defaultdict(list)
         others = {}
         try:
             names = revert_weight_conversion(model, labels) if labels else {}
@@ -83,7 +83,7 @@ class StoredNames:
                 raise ValueError(
                     f"its experts are stored as one tensor ({stored}), and compressed-tensors stores linears one by one"
                 )
-            experts[linear].append(Rows(stored.removesuffix(".weight"), start, start + len(rows)))
+            experts[linear].append(RowShare(stored.removesuffix(".weight"), start, start + len(rows)))
         in_order = {name: tuple(sorted(parts, key=lambda part: part.start)) for name, parts in experts.items()}
         return cls(in_order, {name: stored for name, stored in others.items() if name != stored})
 
@@ -94,7 +94,7 @@ class StoredNames:
             linear: its name in the model.
             tensors: by the last part of their names, such as `weight_packed`.
         """
-        for rows in self.experts.get(linear, (Rows(*self.linears(linear)),)):
+        for rows in self.experts.get(linear, (RowShare(*self.linears(linear)),)):
             for key, tensor in tensors.items():
                 yield f"{rows.name}.{key}", rows.of(key, tensor)
 

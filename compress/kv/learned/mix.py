@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from compress.kv.learned.networks import Scorer, scorers, write
+from compress.kv.learned.networks import ScoringNetwork, scorers, write
 
 
-def mixed(networks: Sequence[Scorer], weights: Sequence[float]) -> Scorer:
+def mixed(networks: Sequence[ScoringNetwork], weights: Sequence[float]) -> ScoringNetwork:
     """One network that predicts Σ weight · prediction.
 
     The hidden units of all networks are put side by side. The normalisation of each network's inputs, (x - mean) /
@@ -26,7 +26,7 @@ def mixed(networks: Sequence[Scorer], weights: Sequence[float]) -> Scorer:
     biases = [network.first_bias - network.mean @ up for network, up in zip(networks, ups, strict=True)]
     pairs = list(zip(networks, weights, strict=True))
     inputs = len(ups[0])
-    return Scorer(
+    return ScoringNetwork(
         mean=torch.zeros(inputs),
         deviation=torch.ones(inputs),
         up=torch.cat(ups, 1),

@@ -19,7 +19,7 @@ from compress.kv.support import keeping_layers
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-class Scorer(NamedTuple):
+class ScoringNetwork(NamedTuple):
     """The network of a layer: scores [n, H_kv] = gelu((x - mean) / deviation up) down + bias, inputs x [n, inputs].
 
     up: [inputs, width], first_bias: [width], down: [width, H_kv], bias: [H_kv]; mean, deviation: [inputs].
@@ -62,7 +62,7 @@ def fit(
     seed: int = 0,
     span: int = 1,
     loss: Loss = mse_loss,
-) -> tuple[Scorer, Fitted]:
+) -> tuple[ScoringNetwork, Fitted]:
     """A network for one layer, trained on a nine-tenths share of the tokens.
 
     Args:
@@ -88,12 +88,12 @@ def fit(
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, total_steps=steps)
         for _ in range(steps):
             at = used[torch.randint(len(used), (batch,), generator=generator)]
-            error = loss(Scorer(mean, deviation, *parameters)(x[at]), y[at])
+            error = loss(ScoringNetwork(mean, deviation, *parameters)(x[at]), y[at])
             optimiser.zero_grad()
             error.backward()
             optimiser.step()
             schedule.step()
-    scorer = Scorer(mean, deviation, *(p.detach() for p in parameters))
+    scorer = ScoringNetwork(mean, deviation, *(p.detach() for p in parameters))
     return scorer, _fitted(scorer(x[held]).flatten(0, 1), y[held].flatten(0, 1))
 
 
@@ -121,7 +121,7 @@ def fit_all(
     return fitted
 
 
-def write(networks: Mapping[int, Scorer], path: str | Path) -> None:
+def write(networks: Mapping[int, ScoringNetwork], path: str | Path) -> None:
     """Write the file that `scorers` reads."""
     tensors = {f"{i}.{field}": t.contiguous() for i, one in networks.items() for field, t in one._asdict().items()}
     save_file(tensors, str(path))
@@ -134,16 +134,19 @@ def summary(fitted: Mapping[int, Fitted]) -> str:
     return f"{len(fitted)} layers, R² {explained:.3f} on average, {least:.3f} at least, top tenth {overlap:.3f}"
 
 
-def scorers(path: str, device: torch.device | str = "cpu") -> dict[int, Scorer]:
+def scorers(path: str, device: torch.device | str = "cpu") -> dict[int, ScoringNetwork]:
     """The networks of a file by layer, on this device; they are read and copied to it once."""
     return _read(path, Path(path).stat().st_mtime_ns, str(device))
 
 
 @lru_cache(maxsize=4)
-def _read(path: str, changed: int, device: str) -> dict[int, Scorer]:
+def _read(path: str, changed: int, device: str) -> dict[int, ScoringNetwork]:
     with safe_open(path, "pt") as file:
         layers = sorted({int(name.partition(".")[0]) for name in file.keys()})  # noqa: SIM118
-        return {i: Scorer(*(file.get_tensor(f"{i}.{field}").to(device) for field in Scorer._fields)) for i in layers}
+        return {
+            i: ScoringNetwork(*(file.get_tensor(f"{i}.{field}").to(device) for field in ScoringNetwork._fields))
+            for i in layers
+        }
 
 
 def check_networks(policy: Policy, path: str, model: nn.Module, inputs: int, *, command: str, kind: str) -> None:

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from compress.kv.precision import Precision
 from compress.kv.projecting.shared import Basis, Factored, Turn, factors
-from compress.kv.reading.offload import Offloaded
+from compress.kv.reading.offload import OffloadedRows
 from compress.kv.storage import Slab, from_start, taken
 from kernels.kv_decode import KV, Listed, kv_decode
 from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
 
 
-class Plan(NamedTuple):
+class PromptPlan(NamedTuple):
     """The division of a prompt; chunks are counted from each row's first position.
 
     Attributes:
@@ -39,7 +39,7 @@ class ChunkedSlab:
     """A prompt in chunks, and the positions behind it, with the interface of `compress.kv.storage.Slab`.
 
     The keys of the chunks are held before RoPE as a product of two factors and rotated when they are read; their
-    values are `Offloaded`; exact chunks are held beside them. Row (b, h) is positions starts[b, h] to `length`; all
+    values are `OffloadedRows`; exact chunks are held beside them. Row (b, h) is positions starts[b, h] to `length`; all
     heads of a row hold the same positions.
 
     Attributes:
@@ -47,9 +47,11 @@ class ChunkedSlab:
         reads: [B, H] int64, the number of chunks that a query reads, with exact ones; `most`: its largest value.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, starts: Tensor, plan: Plan, turn: Turn, place: str, fetched: int) -> None:
+    def __init__(
+        self, k: Tensor, v: Tensor, starts: Tensor, plan: PromptPlan, turn: Turn, place: str, fetched: int
+    ) -> None:
         """k, v: [B, H, T, D], rotated, right-packed from starts [B, H] on. turn: the model's rotation.
-        place, fetched: for `Offloaded`.
+        place, fetched: for `OffloadedRows`.
         """
         B, H, T, D = k.shape
         self.starts, self.precision, self.turn, self.due = starts.to(torch.int32), Precision(), turn, False
@@ -60,7 +62,7 @@ class ChunkedSlab:
         early, M = from_start(k, starts), plan.exact.shape[2] * plan.chunk
         self.number = torch.arange(B, device=k.device)[:, None]  # number of each row in `values`
         front = [x[:, :, :M] for x in (early, from_start(v, starts))]
-        self.values = Offloaded(front[1].flatten(0, 2), place, fetched)
+        self.values = OffloadedRows(front[1].flatten(0, 2), place, fetched)
         self.keys = self._factors(front[0], plan.rank)
         self.slots, index = _slots(plan.exact, plan.chunk)
         self.exact_k, self.exact_v = (taken(x, index) for x in front)

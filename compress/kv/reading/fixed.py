@@ -12,7 +12,7 @@ from compress.kv.reading.method import Glance, Reading, Role
 from compress.kv.storage import from_start
 from kernels.kv_decode import KV, Listed, kv_decode
 from kernels.kv_decode.ranked import Ranked, kv_decode_ranked
-from kernels.step.lent import Sparse
+from kernels.step.lent import ReadPositions
 
 
 class FixedSlab(Protocol):
@@ -37,7 +37,7 @@ class FixedSlab(Protocol):
         """Sums of held values [B, H_q, n, R], lifted back to all channels."""
 
 
-class Shared(NamedTuple):
+class SharedChoice(NamedTuple):
     """Choices that layers pass on to later layers; all layers hold the same number of positions.
 
     Attributes:
@@ -57,7 +57,7 @@ class FixedReading:
         most: the largest number of pages that a token may read.
     """
 
-    def __init__(self, reading: Reading, role: Role, shared: Shared, first: bool, most: int) -> None:
+    def __init__(self, reading: Reading, role: Role, shared: SharedChoice, first: bool, most: int) -> None:
         self.reading, self.role, self.shared, self.first, self.most = reading, role, shared, first, most
 
     def attend(self, slab: FixedSlab, q: Tensor, scale: float | None, softcap: float | None) -> Tensor:
@@ -79,16 +79,16 @@ class FixedReading:
             return slab.lifted(kv_decode_ranked(turned, slab.kv, chosen, **more))
         return slab.lifted(kv_decode(turned, slab.kv, chosen.lengths, indices=chosen.indices, **more))
 
-    def lend(self, slab: FixedSlab) -> Sparse | None:
+    def lend(self, slab: FixedSlab) -> ReadPositions | None:
         """The positions that a step reads; None: the layer chooses by its attention, or by other data than bounds."""
         if self.role.reads_all:
-            return None if self.role.chooses else Sparse()
+            return None if self.role.chooses else ReadPositions()
         if not self.role.chooses:
-            return Sparse(indices=self.shared.chosen.indices, lengths=self.shared.chosen.lengths)
+            return ReadPositions(indices=self.shared.chosen.indices, lengths=self.shared.chosen.lengths)
         if (bounds := self.reading.page_bounds(slab)) is None:
             return None
         self._count_pages(slab)
-        return Sparse(bounds.view, self.shared.pages, self.reading.page, min(self.most, bounds.length))
+        return ReadPositions(bounds.view, self.shared.pages, self.reading.page, min(self.most, bounds.length))
 
     def _count_pages(self, slab: FixedSlab) -> None:
         if self.first:
@@ -109,7 +109,7 @@ def readings(reading: Reading, slabs: Sequence[FixedSlab]) -> list[FixedReading]
     roles, like = reading.roles(len(slabs)), torch.zeros_like(slabs[0].lengths, dtype=torch.long)
     most = _most_pages(reading, slabs[0].length)
     chosen = Listed(like.new_zeros(*like.shape, most * reading.page), like)
-    shared, first = Shared(chosen, like.clone()), next((i for i, role in enumerate(roles) if role.chooses), None)
+    shared, first = SharedChoice(chosen, like.clone()), next((i for i, role in enumerate(roles) if role.chooses), None)
     return [FixedReading(reading, role, shared, i == first, most) for i, role in enumerate(roles)]
 
 

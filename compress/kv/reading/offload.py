@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Offloaded:
+class OffloadedRows:
     """Rows [N, C] in main memory, or in a file that is mapped into it; copies of a cache share them.
 
     Attributes:
@@ -41,7 +41,7 @@ class Offloaded:
         self.fetched += found.nbytes
         return found.to(self.device)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Offloaded":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadedRows":
         """The same rows, which never change, with a separate count of fetched bytes."""
         return copy.copy(self)
 

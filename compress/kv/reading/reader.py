@@ -13,7 +13,7 @@ from compress.kv.reading.method import Glance, Reading
 from compress.kv.storage import Slab, from_start, joined
 from kernels.kv_decode import Listed
 from kernels.kv_decode.ranked import Ranked
-from kernels.step.lent import Lent, Sparse
+from kernels.step.lent import Lent, ReadPositions
 
 
 def choose(scores: Tensor, tokens: Tensor, page: int, wanted: Tensor, most: int) -> Tensor:
@@ -109,7 +109,7 @@ class Reader:
         if not role.chooses:
             if not isinstance(listed, Listed) or (lent := layer.lend()) is None:
                 return None
-            return lent._replace(sparse=Sparse(indices=listed.indices, lengths=listed.lengths))
+            return lent._replace(sparse=ReadPositions(indices=listed.indices, lengths=listed.lengths))
         if not isinstance(slab, Slab) or (edges := self.reading.page_bounds(slab)) is None:
             return None
         before = slab.length
@@ -121,7 +121,7 @@ class Reader:
             edges.length += 1
         slab.noted += 1
         pages, most = (wanted + page - 1) // page, min(-(-most // page), edges.length)
-        return lent._replace(sparse=Sparse(edges.buffer, pages, page, most))
+        return lent._replace(sparse=ReadPositions(edges.buffer, pages, page, most))
 
     def _attended(self, layer: KVLayer, q: Tensor, real: Tensor, mass: Tensor | None) -> list[Glance]:
         """The attention of a layer that has read all positions and has already stored the new tokens."""

@@ -10,7 +10,7 @@ from torch.nn.functional import cosine_similarity
 
 from compress.kv.layer import KVLayer
 from compress.kv.policy import CacheMethod, tokens_of
-from compress.kv.reading.chunked import ChunkedSlab, Plan
+from compress.kv.reading.chunked import ChunkedSlab, PromptPlan
 from compress.kv.reading.method import Glance, Reading, Role
 from compress.kv.reading.offload import check_folder
 from compress.kv.storage import Slab, from_start, joined
@@ -96,7 +96,7 @@ class ShadowKV(Reading):
             turn = layer.about["turn"]
             layer.slabs = [ChunkedSlab(k, v, starts, self._plan(k, starts), turn, self.path, fetched)]
 
-    def _plan(self, k: Tensor, starts: Tensor) -> Plan:
+    def _plan(self, k: Tensor, starts: Tensor) -> PromptPlan:
         """The plan for keys [B, H, T, D], right-packed from starts [B, H] on."""
         tokens = k.shape[2] - starts.long()  # [B, H]
         counts = (tokens // self.chunk - LOCAL).clamp(min=0)
@@ -108,7 +108,7 @@ class ShadowKV(Reading):
         always = tokens - (counts - exact.sum(-1)) * self.chunk
         chosen = (wanted - always + self.chunk - 1).div(self.chunk, rounding_mode="floor").clamp(min=1)
         rank = max(round(self.rank_share * k.shape[1] * k.shape[3]), 1)
-        return Plan(self.chunk, counts, exact, means, chosen.minimum(counts - exact.sum(-1)), rank)
+        return PromptPlan(self.chunk, counts, exact, means, chosen.minimum(counts - exact.sum(-1)), rank)
 
     def share(self, slab: Slab | ChunkedSlab, length: int) -> tuple[Tensor, int]:
         tokens = (length - slab.starts).long()

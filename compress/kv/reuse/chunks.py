@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from compress.kv.reuse.context import Context, attention_noted
+from compress.kv.reuse.context import ChunkContext, attention_noted
 from compress.kv.rotation import rotaries_of
 from compress.walk.capture import device_of
 from compress.walk.identity import weights_sha256
@@ -35,7 +35,7 @@ class Chunk:
     start: int
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
-    context: Context
+    context: ChunkContext
 
     @property
     def name(self) -> str:
@@ -114,14 +114,14 @@ class ChunkStore:
             mine = noted[bounds[i] : bounds[i + 1]]
             lengths = tuple(part.shape[1] for part in parts[1:i])
             inter = tuple(mine[:, 1:i].sum(0).tolist())
-            context = Context(tuple(names[1:i]), lengths, inter, mine[:, i].sum().item(), mine[:, 1:i].sum(1))
+            context = ChunkContext(tuple(names[1:i]), lengths, inter, mine[:, i].sum().item(), mine[:, 1:i].sum(1))
             chunks.append(_cut(layers, parts[i][0], bounds[i], context))
             self._keep(chunks[-1])
         return chunks
 
     def select(self, texts: Sequence[Tensor]) -> list[Chunk]:
         """The chunks for a prompt: of each text the stored reading of which least must be computed again behind the
-        texts before it (`Context.overhead`). A text that was never read is read alone.
+        texts before it (`ChunkContext.overhead`). A text that was never read is read alone.
 
         Returns:
             The prefix and the chunks, for a `blend` in this order.
@@ -138,7 +138,7 @@ class ChunkStore:
         kept = self._stored(self._text(ids, start), _digest([]), ids)
         if kept is None:
             tokens = torch.cat([self._ids, ids], 1) if start else ids
-            context = Context((), (), (), 1.0, torch.zeros(ids.shape[1]))
+            context = ChunkContext((), (), (), 1.0, torch.zeros(ids.shape[1]))
             kept = _cut(self._layers(tokens), ids[0], start, context)
             self._keep(kept)
         return kept
@@ -187,7 +187,7 @@ def _one_text(ids: Tensor) -> Tensor:
     return ids.reshape(1, -1).cpu()
 
 
-def _cut(layers: Sequence[tuple[Tensor, Tensor]], ids: Tensor, start: int, context: Context) -> Chunk:
+def _cut(layers: Sequence[tuple[Tensor, Tensor]], ids: Tensor, start: int, context: ChunkContext) -> Chunk:
     cut = [[t[:, :, start : start + len(ids)].clone() for t in layer] for layer in layers]
     return Chunk(ids, start, *map(tuple, zip(*cut, strict=True)), context)
 
@@ -225,4 +225,6 @@ def _loaded(path: Path, ids: Tensor, device: torch.device) -> Chunk:
         layers = [(file.get_tensor(f"keys.{i}"), file.get_tensor(f"values.{i}")) for i in range(count)]
         outside = file.get_tensor("outside").cpu()
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(about["context"]).items()}
-    return Chunk(ids, int(about["start"]), *map(tuple, zip(*layers, strict=True)), Context(**given, outside=outside))
+    return Chunk(
+        ids, int(about["start"]), *map(tuple, zip(*layers, strict=True)), ChunkContext(**given, outside=outside)
+    )

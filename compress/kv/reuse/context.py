@@ -14,7 +14,7 @@ from compress.kv.support import attentions_of
 
 
 @dataclass(frozen=True)
-class Context:
+class ChunkContext:
     """The attention of a chunk to the texts that it was read behind. The prefix of all prompts is not one of them.
 
     Attributes:
@@ -61,7 +61,7 @@ class Context:
         return self.impact * (1 - self.overlap(now))
 
 
-def places_by_context(contexts: Sequence[Context], names: Sequence[str], count: int) -> list[Tensor]:
+def places_by_context(contexts: Sequence[ChunkContext], names: Sequence[str], count: int) -> list[Tensor]:
     """The tokens of each chunk of a prompt that are computed again, counted within the chunk.
 
     The number of a chunk's tokens is proportional to their number and to the overhead, and those are taken that

@@ -30,7 +30,7 @@ CHECKED = 128  # tokens of the first batch on which each fold is checked
 
 
 @dataclass(frozen=True)
-class Choice:
+class FoldChoice:
     """The scales that a method moves along one link.
 
     s: [channels of the producer], positive; ones where nothing is moved.
@@ -75,7 +75,7 @@ class FoldingMethod(Method):
         tuple[str, ...]
     ] = ()  # statistics of the consumers' input, names in compress.walk.statistics.STATISTICS; "absmax" is always added
 
-    def choose(self, link: Link, weights: list[Tensor], statistics: LayerStatistics) -> Choice:
+    def choose(self, link: Link, weights: list[Tensor], statistics: LayerStatistics) -> FoldChoice:
         """Scales for one link.
 
         Args:

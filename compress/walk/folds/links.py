@@ -208,7 +208,7 @@ def made_up_batch(model: nn.Module) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _SeenModule:
     """Records of one pass: the block's output; by module, in the order of the calls, the inputs of linears and the
     outputs of norms and linears."""
 
@@ -229,7 +229,9 @@ class _Trial:
         self.linears = {name: m for name, m in self.block.named_modules() if is_linear(m)}
         self.norms = {name: m for name, m in self.block.named_modules() if is_norm(m)}
 
-    def run(self, producer: str = "", give: Tensor | None = None, undo: Mapping[str, Tensor] | None = None) -> _Seen:
+    def run(
+        self, producer: str = "", give: Tensor | None = None, undo: Mapping[str, Tensor] | None = None
+    ) -> _SeenModule:
         """One pass; the producer gives `give` instead of its output, and the inputs of the linears in `undo` are
         divided by the factors there."""
         inputs, outputs, handles = defaultdict(list), defaultdict(list), []
@@ -251,7 +253,7 @@ class _Trial:
         finally:
             for handle in handles:
                 handle.remove()
-        return _Seen(y, inputs, outputs)
+        return _SeenModule(y, inputs, outputs)
 
 
 def _links_of(trial: _Trial, shared: set[str]) -> tuple[list[Link], dict[str, str]]:
@@ -280,7 +282,7 @@ def _links_of(trial: _Trial, shared: set[str]) -> tuple[list[Link], dict[str, st
     return links, {name: reason for name, reason in reasons.items() if name not in linked}
 
 
-def _unlinked(first: _Seen, hidden: Tensor, name: str) -> str:
+def _unlinked(first: _SeenModule, hidden: Tensor, name: str) -> str:
     """The reason why a linear has no link, unless a more exact reason is found."""
     if name not in first.inputs:
         return "no made-up token reached it, so its input could not be observed"
@@ -293,7 +295,7 @@ def _unlinked(first: _Seen, hidden: Tensor, name: str) -> str:
     )
 
 
-def _norm_readers(first: _Seen, seen: _Seen, name: str, give: Tensor) -> dict[str, Tensor]:
+def _norm_readers(first: _SeenModule, seen: _SeenModule, name: str, give: Tensor) -> dict[str, Tensor]:
     """Linears that read rows of the norm's output, and the channels in their order.
 
     Experts that only the pass without `give` reached are judged by that pass.
@@ -305,7 +307,7 @@ def _norm_readers(first: _Seen, seen: _Seen, name: str, give: Tensor) -> dict[st
     return dict.fromkeys(read, channels)
 
 
-def _linear_readers(trial: _Trial, seen: _Seen, name: str, give: Tensor) -> dict[str, Tensor]:
+def _linear_readers(trial: _Trial, seen: _SeenModule, name: str, give: Tensor) -> dict[str, Tensor]:
     """Linears each of whose input channels is proportional to one output channel of linear `name`, and the numbers of
     these channels."""
     width = give.shape[-1]

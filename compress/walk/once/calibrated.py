@@ -43,7 +43,7 @@ def check_calibrate(calibrate: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
+class SharedStatistics:
     """The folder of the statistics of uncompressed models, and the statistics that the recipes of a run need."""
 
     folder: Path
@@ -77,14 +77,16 @@ class Shared:
 
 
 @contextmanager
-def shared_statistics(needs: Sequence[str], work_path: str | Path | None, *, head: bool = False) -> Iterator[Shared]:
+def shared_statistics(
+    needs: Sequence[str], work_path: str | Path | None, *, head: bool = False
+) -> Iterator[SharedStatistics]:
     """A place for statistics in `work_path`, where they stay; without one, a temporary folder."""
     needs = tuple(sorted(set(needs)))
     if work_path:
-        yield Shared(Path(work_path), needs, head, stays=True)
+        yield SharedStatistics(Path(work_path), needs, head, stays=True)
         return
     folder = WorkFolder()
-    yield Shared(folder.path, needs, head, stays=False)
+    yield SharedStatistics(folder.path, needs, head, stays=False)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedObject:
     """An object without the content of its tensors."""
 
     content: bytes
@@ -50,16 +50,16 @@ class _Unpickler(pickle.Unpickler):
         return self.tensors[number]
 
 
-def pack(value: Any) -> tuple[Packed, list[Tensor]]:
+def pack(value: Any) -> tuple[PackedObject, list[Tensor]]:
     """An object as a message, and its tensors."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
     kinds = tuple(Kind(t.dtype, tuple(t.shape), t.device.type != "cpu") for t in pickler.tensors)
-    return Packed(file.getvalue(), kinds), pickler.tensors
+    return PackedObject(file.getvalue(), kinds), pickler.tensors
 
 
-def unpack(packed: Packed, tensors: Sequence[Tensor]) -> Any:
+def unpack(packed: PackedObject, tensors: Sequence[Tensor]) -> Any:
     """The object, made from a message and its tensors."""
     return _Unpickler(io.BytesIO(packed.content), tensors).load()
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tqdm.auto import tqdm
 
-from compress.walk.parallel.packing import Packed, empty, flat, pack, unpack
+from compress.walk.parallel.packing import PackedObject, empty, flat, pack, unpack
 from compress.walk.parallel.places import Place, rank_of
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class Ranks:
                     tensors(part, group)
 
     def _received(self, objects: Callable, tensors: Callable) -> Any:
-        message: list[Packed | None] = [None]
+        message: list[PackedObject | None] = [None]
         with self._talking():
             objects(message)
             contents = []

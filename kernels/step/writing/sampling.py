@@ -21,7 +21,7 @@ NUCLEUS = 512  # tokens among which the nucleus of top-p is looked for first
 
 
 @dataclass
-class Choice:
+class SamplingChoice:
     """Chooses the next tokens: greedily, or at random after the warpers of transformers.
 
     The usual warpers are applied to the few tokens that top-k or top-p leave, in place of the whole vocabulary; the
@@ -65,14 +65,14 @@ class Choice:
         return (place if indices is None else indices.gather(1, place))[:, 0]
 
 
-def choice_of(processors: LogitsProcessorList, samples: bool, keeps_scores: bool, keeps_logits: bool) -> Choice:
+def choice_of(processors: LogitsProcessorList, samples: bool, keeps_scores: bool, keeps_logits: bool) -> SamplingChoice:
     """The choice that transformers' list of processors describes."""
     first = len(processors)
     if samples and not keeps_scores:
         while first and _leaves_out(processors[first - 1]):
             first -= 1
     before, after = processors[:first], processors[first:]
-    return Choice(LogitsProcessorList(before), LogitsProcessorList(after), samples, keeps_scores, keeps_logits)
+    return SamplingChoice(LogitsProcessorList(before), LogitsProcessorList(after), samples, keeps_scores, keeps_logits)
 
 
 def _leaves_out(processor: LogitsProcessor) -> bool:
