@@ -18,7 +18,7 @@ from notebooks.study.identity import identity, key_of, run_key
 from notebooks.study.parameters import check_parameters, read_parameters
 
 ROOT = SWEEPS.parents[1]
-README = ROOT / "reports" / "published" / "README.md"
+README = ROOT / "README.md"
 
 
 def given(sweep) -> list[dict]:
@@ -184,7 +184,8 @@ def test_the_sweeps_of_the_readme_are_what_was_published(gemma, data):
     """Their runs have the parameters of the records that the README's tables are made from."""
     runs = read_sweep("readme").runs + read_sweep("families").runs
     tables = re.findall(r" ([^ ]+?\.json)", "\n".join(re.findall(r"<!-- workbench .*? -->", README.read_text())))
-    published = [read_record(ROOT / "reports" / "published" / name)["run"] for name in dict.fromkeys(tables)]
+    published = [read_record(ROOT / name)["run"] for name in dict.fromkeys(tables)]
+    assert published
     for run in published:
         assert any(
             one.notebook == run["notebook"]
