@@ -16,15 +16,11 @@ QUESTIONS = "questions.yml"
 _BEGIN, _END = "<!-- workbench table --write -->", "<!-- end -->"
 _HEAD = """# Measured results
 
-`workbench table --write {folder}` makes this page from the records (`*.json`) of this folder, the notes
-beside them (`*.md`) and `{questions}`, which holds a question and its answer for each note. It also writes the tables
-of a record into its note, with the command that measured them. Change the records, notes and questions, and not this
-page.
-
-Speeds are medians, and their ratios are those to the strongest 16-bit baseline of the same run. ± is one standard
-error. The windows of text are few, so the standard errors of perplexities are those of the text, which is the same for
-all models; KL, which is measured position by position against the baseline, tells the recipes apart. A report opens in
-a browser, without a network.
+`workbench table --write {folder}` makes this page from the records (`*.json`), the notes (`*.md`) and
+`{questions}` of this folder, and writes the tables of a record and its command into its note. Change those, and not
+this page. Speeds are medians, and their ratios are those to the strongest 16-bit baseline of the same run. ± is one
+standard error; that of a perplexity is mostly the text's, which is the same for all models, so that KL tells recipes
+apart. A report opens in a browser, without a network.
 
 | question | answer | page | record | date |
 | --- | --- | --- | --- | --- |
@@ -50,25 +46,23 @@ def published_files(folder: Path) -> dict[Path, str]:
 def _index(folder: Path, records: dict[str, RunRecord], notes: dict[str, str]) -> str:
     file = folder / QUESTIONS
     questions = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    pages = {name: (folder / f"{name}.md", text) for name, text in notes.items()}
-    for path in folder.glob(f"*/{README}"):
-        pages[path.parent.name] = path, path.read_text(encoding="utf-8")
-    if missing := pages.keys() ^ questions.keys():
+    if missing := notes.keys() ^ questions.keys():
         raise ValueError(f"`{QUESTIONS}` must name each note of {folder} once, without others: {sorted(missing)}")
-    lines = [_line(name, entry, *pages[name], records.get(name)) for name, entry in questions.items()]
+    lines = [_line(name, entry, notes[name], records.get(name)) for name, entry in questions.items()]
     return _HEAD.format(folder=f"reports/{folder.resolve().name}", questions=QUESTIONS) + "\n".join(lines) + "\n"
 
 
-def _line(name: str, entry: dict[str, str], path: Path, note: str, run: RunRecord | None) -> str:
+def _line(name: str, entry: dict[str, str], note: str, run: RunRecord | None) -> str:
     answer, told = entry["answer"], set(_numbers(note))
     if unknown := [number for number in _numbers(answer) if number not in told]:
         raise ValueError(f"the answer of `{name}` in {QUESTIONS} has numbers that its note has not: {unknown}")
     dates = [run.run.started[:10]] if run else re.findall(r"20\d\d-\d\d-\d\d", note)
-    page = f"[note]({name}/{README})" if path.name == README else f"[note]({path.name})"
-    page, record = (
-        (f"{page}, [report]({name}.html)", f"[record]({name}.json)") if run else (page, entry.get("record", "–"))
-    )
-    return f"| {entry['question']} | {answer} | {page} | {record} | {entry.get('date') or dates[0]} |"
+    if not (date := entry.get("date") or next(iter(dates), "")):
+        raise ValueError(f"the note of `{name}` has no date; give one in {QUESTIONS}, such as `date: 2026-11-26`")
+    page, record = f"[note]({name}.md)", entry.get("record", "–")
+    if run:
+        page, record = f"{page}, [report]({name}.html)", f"[record]({name}.json)"
+    return f"| {entry['question']} | {answer} | {page} | {record} | {date} |"
 
 
 def _numbers(text: str) -> list[str]:
