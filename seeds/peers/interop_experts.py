@@ -252,9 +252,9 @@ INTRODUCTION = """\
 
 This page is written by `make interop-experts INTEROP="--write reports/published/interop-experts.md"`. A
 `compressed-tensors` checkpoint holds the experts of a mixture one by one, with gate and up projection apart, under the
-names of the model's original checkpoint: transformers and vLLM read these. The names are taken from transformers' own conversion,
-so that every family can be saved whose experts transformers itself writes one by one; others are refused before any
-work.
+names of the model's original checkpoint: transformers and vLLM read these. The names are taken from transformers' own
+conversion, so that every family can be saved whose experts transformers itself writes one by one; others are refused
+before any work.
 
 - **transformers** multiplies by dequantised experts: it does not round their activations. It does not read experts in
   int8, with a scale per block or with zero points, or experts in 16 bits beside packed linears: it refuses such a
