@@ -227,7 +227,7 @@ def test_a_step_reads_and_fills_tensors_that_are_lent(isa, dtype, together, toke
         assert not torch.equal(a.keys[:, :, 301], a.keys[:, :, 300])
 
 
-def test_what_cannot_be_run_is_refused():
+def test_programs_that_cannot_run_are_refused():
     program = decoder({}, torch.bfloat16, position=7)
     with pytest.raises(ValueError, match="float32"):
         DecodeStep(program, torch.float32)

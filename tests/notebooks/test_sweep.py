@@ -137,7 +137,7 @@ def test_paths_begin_where_the_sweep_lies(sweep, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text, told", [("a: [", "cannot be read"), ("- a", "must be a mapping"), ("", "must be a mapping")]
 )
-def test_what_is_no_sweep(text, told, sweep):
+def test_files_that_are_no_sweep_are_refused(text, told, sweep):
     path = sweep()
     path.write_text(text)
     with pytest.raises(ValueError, match=told):
