@@ -137,7 +137,7 @@ that are decompressed, under a configuration that calls them packed: vLLM and th
             shown = "; ".join(str(scheme) for scheme in dict.fromkeys(schemes.values()))
             return (
                 f"`save_format` (={self.name!r}) cannot hold this model: transformers loads asymmetric weights only "
-                f"where all linears are stored alike, and these are not ({shown}); symmetric=True would do"
+                f"where all linears are stored alike, and these are not ({shown}); symmetric=True works"
             )
         return ""
 
