@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.csr_matmul import Csr, csr_matmul, to_csr
-from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, times
+from kernels.support.declarations import TOLERANCE, Check, Contest, TimedSizes, times
 
 SHARE = 0.005  # share of the weights that are stored
 
@@ -55,7 +55,7 @@ def _check(name: str, x: Tensor, w: Csr, W: Tensor) -> Check:
     )
 
 
-def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     """Comparison with the dense product, which a sparse one should outperform."""
     for shape in asked.shapes or (((96, 256),) if toy else ((1536, 576), (4096, 4096))):
         for tokens in asked.tokens or ((2,) if toy else (1, 16, 256)):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.gptq_block import gptq_block
 from kernels.interpreter import triton_takes
-from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, Expected
+from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, TimedSizes
 
 ROTATED = (
     128 << 20
@@ -52,7 +52,7 @@ def checks(device: torch.device) -> list[Check]:
     return found
 
 
-def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     if toy:
         shapes = [(16, 48)] if triton_takes(device) else []
     elif device.type == "cuda":

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.gram import gram, symmetric
 from kernels.interpreter import triton_takes
-from kernels.support.declarations import Asked, Check, Contest, Expected
+from kernels.support.declarations import Check, Contest, Expected, TimedSizes
 from kernels.tuning import trying
 
 ROTATED = 256 << 20  # bytes of operands in rotation
@@ -43,7 +43,7 @@ def checks(device: torch.device) -> list[Check]:
     return found
 
 
-def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     if toy:
         shapes = [(64, 48)] if triton_takes(device) else []
     elif device.type == "cuda":

@@ -11,7 +11,7 @@ from kernels.hadamard import hadamard, hadamard_matrix
 from kernels.hadamard.codes import hadamard_codes
 from kernels.hadamard.matrix import base
 from kernels.interpreter import triton_takes
-from kernels.support.declarations import TOLERANCE, Asked, Check, Contest
+from kernels.support.declarations import TOLERANCE, Check, Contest, TimedSizes
 
 ROTATED = 256 << 20  # bytes of operands and results in rotation
 DENSE = 8192  # largest size that is also timed as a product with the whole matrix
@@ -97,7 +97,7 @@ def _codes(
     return Check("hadamard", f"{name}, {str(dtype).removeprefix('torch.')}", run, expected, 0.03)
 
 
-def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     bfloat16, float32 = torch.bfloat16, torch.float32
     if toy:
         cases = [(4, 64, bfloat16), (2, 576, bfloat16)] if triton_takes(device) else []

@@ -23,7 +23,7 @@ from kernels.harness.table import name as name_of
 from kernels.harness.timing import settle, time_in_turns
 from kernels.harness.verify import Verdict, apart, fresh, verify
 from kernels.interpreter import interpreting
-from kernels.support.declarations import OWN, Asked, Check, Contest
+from kernels.support.declarations import OWN, Check, Contest, TimedSizes
 from kernels.support.errors import kind_and_first_line
 
 Line = dict[str, Any]
@@ -142,7 +142,7 @@ def contests(
     start: int,
     ceilings: Ceilings | None,
     tune: Path | None,
-    asked: Asked = OWN,
+    asked: TimedSizes = OWN,
     time_red: bool = False,
 ) -> None:
     """Time the contests of the op, or ops, from `start` on, while there is time.
@@ -187,7 +187,7 @@ def contests(
     log.write("end", next=None)
 
 
-def warm(log: Log, device: torch.device, toy: bool, part: tuple[int, int], tune: bool, asked: Asked = OWN) -> None:
+def warm(log: Log, device: torch.device, toy: bool, part: tuple[int, int], tune: bool, asked: TimedSizes = OWN) -> None:
     """Call everything to be timed once, so that several processes compile and cache it in parallel."""
     for index, contest, _ in _numbered(log, device, toy, asked):
         if log.left() <= 0:
@@ -360,7 +360,7 @@ def ceilings_line(ceilings: Ceilings) -> Line:
     return asdict(ceilings)
 
 
-def _numbered(log: Log, device: torch.device, toy: bool, asked: Asked) -> Iterator[tuple[int, Contest, str]]:
+def _numbered(log: Log, device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[tuple[int, Contest, str]]:
     """The requested contests with their numbers and the ops that are not finished; several ops take turns, the first
     contests of all of them first. Each is logged before it is made, so that a contest that ends the process can be
     identified."""

@@ -292,14 +292,14 @@ def _machine(environment: Line) -> str:
     return f"{where}\n{versions} {commit}{warning}"
 
 
-def _asked(options: argparse.Namespace) -> declarations.Asked:
+def _asked(options: argparse.Namespace) -> declarations.TimedSizes:
     """The sizes to time according to the options; ValueError if they cannot be read."""
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",") if shape]
     tokens = [int(number) for number in options.tokens.split(",") if number]
     if any(len(shape) != 2 or min(shape) < 1 for shape in shapes) or any(number < 1 for number in tokens):
         raise ValueError
     only = tuple(tuple(words.split()) for words in options.only.split(",") if words.strip())
-    return declarations.Asked(tuple(shapes), tuple(tokens), getattr(torch, options.dtype), only)
+    return declarations.TimedSizes(tuple(shapes), tuple(tokens), getattr(torch, options.dtype), only)
 
 
 def _command(options: argparse.Namespace) -> list[str]:

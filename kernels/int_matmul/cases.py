@@ -13,7 +13,7 @@ from kernels.int_matmul.layout import unpack_bits
 from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, lays_out, product
-from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, Expected, times
+from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, TimedSizes, times
 from kernels.tuning import trying
 
 ROTATED = 256 << 20  # bytes of packed weights in rotation
@@ -137,7 +137,7 @@ def _check(name: str, x: Tensor, w: Packed, W: Tensor, plan: dict | None = None)
     return Check("int_matmul", f"{name}, {dtype}", run, lambda: x.double() @ W.t(), TOLERANCE[x.dtype], impls)
 
 
-def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     if toy and triton_takes(device):
         yield _gpu(device, (96, 256), 2, 4, 128, asked.dtype, 2)
         yield _gpu(device, (96, 256), 20, 4, 128, asked.dtype, 2)

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kernels.capability import too_old
 from kernels.interpreter import triton_takes
 from kernels.kv_decode import KV, kv_decode, quantize_kv, quantize_kv_float8
-from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, Expected
+from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, TimedSizes
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -94,7 +94,7 @@ def _pinned(backend: SDPBackend, q: Tensor, whole: list[KV]) -> Callable[[int], 
     return call
 
 
-def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     if toy:
         if triton_takes(device):
             yield _contest(device, "bf16 KV", 16, 1, 2, 4, 96, 32, 2)

@@ -11,7 +11,7 @@ from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, lays_out, product
 from kernels.lut_matmul import FP4, NF4, Codebook, lut_matmul, pack_codebook, panels_fit, to_panels
 from kernels.lut_matmul.reference import dequantize
-from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, Expected, times
+from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, TimedSizes, times
 from kernels.tuning import trying
 
 ROTATED = 256 << 20  # bytes of packed weights in rotation
@@ -82,7 +82,7 @@ def _check(name: str, x: Tensor, w: Codebook, W: Tensor) -> Check:
     return Check("lut_matmul", f"{name}, {dtype}", run, lambda: x.double() @ W.t(), TOLERANCE[x.dtype], impls)
 
 
-def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     if toy and triton_takes(device):
         yield _gpu(device, (96, 256), 2, "NF4", asked.dtype, 2)
         yield _gpu(device, (96, 256), 20, "16 a row", asked.dtype, 2)

@@ -7,13 +7,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.prompt_attention import prompt_attention
-from kernels.support.declarations import Asked, Contest
+from kernels.support.declarations import Contest, TimedSizes
 
 SHAPES = ((9, 3, 64, 512), (9, 3, 64, 2048), (4, 1, 256, 512), (32, 8, 64, 512))  # heads, kv heads, channels, tokens
 TOLERANCE = {"rows": 0.02}  # it rounds its scores
 
 
-def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     """Contests for CPUs only: GPUs use torch's own attention."""
     for shape in ((4, 2, 16, 40),) if toy else SHAPES:
         yield _contest(*shape, device)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.sparse24_matmul import compress24, library, sparse24_matmul, to_library
-from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, times
+from kernels.support.declarations import TOLERANCE, Check, Contest, TimedSizes, times
 
 ROTATED = 256 << 20  # bytes of weights in rotation
 
@@ -59,7 +59,7 @@ def _check(name: str, x: Tensor, W: Tensor) -> Check:
     )
 
 
-def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     if not library(device):
         return
     shapes = asked.shapes or ([(64, 128)] if toy else [(4096, 4096), (14336, 4096)])

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.interpreter import triton_takes
 from kernels.step.gpu.between import add_norm, gated, turn_and_store
 from kernels.step.program import Norm
-from kernels.support.declarations import TOLERANCE, Asked, Check, Contest
+from kernels.support.declarations import TOLERANCE, Check, Contest, TimedSizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,7 +29,7 @@ def checks(device: torch.device) -> list[Check]:
     return found
 
 
-def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     """None: what these operations cost shows in whole steps."""
     return iter(())
 

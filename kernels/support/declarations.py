@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True)
-class Asked:
+class TimedSizes:
     """The sizes that a user wants timed; ops without weights keep their own.
 
     shapes: (out, in) of the weights; empty: the op's own shapes, with their goals.
@@ -43,7 +43,7 @@ class Asked:
         return not self.only or any(set(words) <= set(name.split()) for words in self.only)
 
 
-OWN = Asked()
+OWN = TimedSizes()
 Expected = Callable[[Any], Tensor | tuple[Tensor, ...]]
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, times
+from kernels.support.declarations import TOLERANCE, Check, Contest, TimedSizes, times
 from kernels.ternary_matmul import Ternary, encode, ternary_matmul
 
 P0 = 0.885
@@ -54,7 +54,7 @@ def _check(name: str, x: Tensor, w: Ternary, W: Tensor) -> Check:
     )
 
 
-def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     """Comparison with the dense product, to show the cost of decoding at each call."""
     generator = torch.Generator().manual_seed(0)
     for out, columns in asked.shapes or (((96, 256),) if toy else ((1536, 576), (4096, 4096))):

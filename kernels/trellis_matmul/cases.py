@@ -10,7 +10,7 @@ from kernels import native
 from kernels.int_matmul.cases import MOST
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, lays_out, product
-from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, times
+from kernels.support.declarations import TOLERANCE, Check, Contest, TimedSizes, times
 from kernels.trellis_matmul import UNIT, Trellis, length_for, trellis_matmul
 from kernels.trellis_matmul.layout import MULTIPLIER
 from kernels.trellis_matmul.reference import decode
@@ -78,7 +78,7 @@ def weights(w: Trellis) -> Tensor:
 
 
 @torch.no_grad()
-def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     """Comparison with the fastest dense product."""
     if device.type == "cuda" or (toy and triton_takes(device)):
         shapes = asked.shapes or (((96, 256),) if toy else ((4096, 4096), (14336, 4096)))

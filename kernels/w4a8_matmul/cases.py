@@ -15,7 +15,7 @@ from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, lays_out, product
 from kernels.lut_matmul import Codebook, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
-from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, Expected, times
+from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, TimedSizes, times
 from kernels.w4a8_matmul import w4a8_matmul
 from kernels.w4a8_matmul.codes import even_first, w4a8_codes_matmul
 from kernels.w4a8_matmul.groups import native_takes, triton_reads
@@ -202,7 +202,7 @@ def _codes(
     return codes, step
 
 
-def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     if toy and triton_takes(device):
         yield _gpu(device, (96, 256), 2, asked.dtype, 2)
     elif toy:

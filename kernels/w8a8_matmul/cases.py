@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.capability import too_old
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, product
-from kernels.support.declarations import TOLERANCE, Asked, Check, Contest, Expected, times
+from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, TimedSizes, times
 from kernels.w8a8_matmul import BLOCK, W8, prepacked_fits, quantize_rows, quantize_weight, to_prepacked, w8a8_matmul
 from kernels.w8a8_matmul.layout import has_vnni, in_one_call, integer_dots
 
@@ -94,7 +94,7 @@ def _move(w: W8, device: torch.device) -> W8:
     return w._replace(codes=w.codes.to(device), scale=w.scale.to(device))
 
 
-def contests(device: torch.device, toy: bool, asked: Asked) -> Iterator[Contest]:
+def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     if toy and triton_takes(device):
         for kind in kinds(device):
             for tokens in (1, 80):
