@@ -9,7 +9,7 @@ APT    := $(shell test "$$(id -u)" = 0 && echo apt-get || echo sudo apt-get)
 SWEEP ?= quickstart
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))  # tests at once
 
-.PHONY: demo sweep lint quick test test-all aarch64 sanitize lab bench gpu rivals interop interop-experts constraints clean compiler browser
+.PHONY: demo sweep lint quick test test-all docs aarch64 sanitize lab bench gpu rivals interop interop-experts constraints clean compiler browser
 
 demo: $(READY) compiler                  ## a recipe of each family on the embedded model, and a page that compares them
 	$(BIN)/workbench run quickstart
@@ -40,6 +40,11 @@ aarch64: $(READY)                        ## the C++ kernels on aarch64 (NEON): b
 sanitize: $(READY) compiler              ## the C++ kernels under AddressSanitizer and UBSan, also as on older processors
 	PYTHON=$(BIN)/python sh tests/kernels/sanitize.sh .sanitize
 
+docs: $(READY)                           ## the guides as a site in .site/; a link that leads nowhere is an error
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "the site lies in .site; $(BIN)/mkdocs serve shows it while you write"
+
 lab: $(READY) compiler                   ## JupyterLab with the notebooks
 	$(BIN)/jupyter lab --notebook-dir=. $(if $(filter 0,$(shell id -u)),--allow-root)
 
@@ -69,7 +74,7 @@ constraints: $(READY)                     ## writes the installed versions, afte
 	mv constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .site runs
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(f"Python 3.11 or 3.12 is needed; {sys.executable} is {v[0]}.{v[1]}: say make PYTHON=...") if v not in ((3, 11), (3, 12)) else None'

@@ -57,7 +57,7 @@ def variants_of(
     several = [(knob, knob.value.elts) for knob in knobs if isinstance(knob.value, ast.Set)]
     choices = [{ast.unparse(element): element for element in elements} for _, elements in several]
     if (count := math.prod(map(len, choices))) > MOST_VARIANTS:
-        raise ValueError(f"`{parameter}` (={text!r}) stands for {count} recipes; at most {MOST_VARIANTS} would do")
+        raise ValueError(f"`{parameter}` (={text!r}) stands for {count} recipes; at most {MOST_VARIANTS} are possible")
     variants = []
     for chosen in itertools.product(*(choice.items() for choice in choices)):
         for (knob, _), (_, value) in zip(several, chosen, strict=True):

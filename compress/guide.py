@@ -14,7 +14,7 @@ from compress import METHODS
 from compress.method import Method
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "compress/README.md", "compress/knobs.md")
+PAGES = ("README.md", "compress/README.md", "compress/methods.md", "compress/knobs.md")
 MOST = 1 << 15  # an upper limit above this only guards against typing errors
 FAMILIES = {
     "weights": "quantisation of weights", "tuning": "quantisation of weights",
@@ -35,7 +35,7 @@ def families_table() -> str:
 
 
 def methods_table() -> str:
-    """One row per method: its name, purpose, source and file; links are from compress/README.md."""
+    """One row per method: its name, purpose, source and file; links are from compress/methods.md."""
     rows = ["| method | what it does | source | file |", "|---|---|---|---|"]
     for name, method in METHODS.items():
         source = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", method.source)

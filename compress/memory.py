@@ -73,7 +73,7 @@ def predicted(
         if usage.predicted_disk > free:
             raise ValueError(
                 f"`offload_path` (={str(part.folder.path.parent)!r}): this compression writes up to "
-                f"{_gb(usage.predicted_disk)} there, and {_gb(free)} are free; another disk would do"
+                f"{_gb(usage.predicted_disk)} there, and {_gb(free)} are free; another disk works"
             )
     return usage
 
@@ -278,7 +278,7 @@ def _refusal(case: _Case, limit: int) -> str:
     fitting = [f"{way} ({_gb(one.peak())})" for way, one in ways.items() if one.peak() <= limit]
     return (
         f"`max_memory` (={_gb(limit)}): this compression needs {_gb(disk.peak())}, of which the process has "
-        f"{_gb(case.now)} already; " + (f"what would fit: {', '.join(fitting)}" if fitting else "nothing less would do")
+        f"{_gb(case.now)} already; " + (f"what would fit: {', '.join(fitting)}" if fitting else "nothing less fits")
     )
 
 

@@ -147,7 +147,7 @@ def _makeup(model: nn.Module) -> dict[str, object]:
 def _no_save_pretrained(*args: Any, **more: Any) -> None:
     raise ValueError(
         "`save_pretrained` cannot write compressed weights: the folder would load as a model with random weights; "
-        "`save_compressed(result, folder, tokenizer)` or, for a saved model, `export_checkpoint` would do, with a "
+        "`save_compressed(result, folder, tokenizer)` or, for a saved model, `export_checkpoint` works, with a "
         "`save_format` that other libraries read"
     )
 

@@ -137,7 +137,7 @@ def note(record: scoring.Record, path: Path) -> str:
         if recipe in record.rows
     ]
     lines = [
-        f"## Activations and caches in 8 and 4 bits: {Path(s['model']).name}",
+        f"# Activations and caches in 8 and 4 bits: {Path(s['model']).name}",
         "",
         f"Measured on {time.strftime('%Y-%m-%d')} on {about['hardware']['cpu']}, threads: {about['threads']}.",
         "",

@@ -75,7 +75,7 @@ def page(record: Record, command: str, picture: str) -> str:
     s, about = record.settings, record.provenance
     scored = ", ".join(f"{n} of {titled(text)}" for text, n in zip(s["texts"], s["windows"], strict=True))
     lines = [
-        f"## Bytes and loss of {Path(s['model']).name}: recipes of this workbench, and models of other tools",
+        f"# Bytes and loss of {Path(s['model']).name}: recipes of this workbench, and models of other tools",
         "",
         f"Measured on {time.strftime('%Y-%m-%d')} on {about['hardware']['cpu']}, threads: {about['threads']}.",
         "",

@@ -190,7 +190,7 @@ def page(record: Record, given: argparse.Namespace) -> str:
     ]
     return "\n\n".join(
         [
-            f"## Speed behind long contexts on {hardware()['cpu']}",
+            f"# Speed behind long contexts on {hardware()['cpu']}",
             f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {torch.get_num_threads()} threads, in"
             f" bfloat16, batch 1: medians of {given.rounds} rounds in turns ({4 * given.rounds} for the ragged heads,"
             f" {min(given.rounds, 3)} for the prompts).",

@@ -121,7 +121,7 @@ def main() -> None:
     if given.write:
         about = f"{given.chunks} chunks of {given.chunk_tokens} tokens, then {given.question_tokens}; {given.text}"
         lines = [
-            f"## Prompts out of cached chunks: {given.model}",
+            f"# Prompts out of cached chunks: {given.model}",
             "",
             f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {torch.get_num_threads()} threads, in"
             f" float32: {given.contexts} contexts of {about}. KL from the pass over the whole prompt, nats per token"

@@ -152,7 +152,7 @@ def main() -> None:
     print(json.dumps({"rows": rows, "provenance": about}, default=str))
     if given.write:
         note = (
-            "## GPTQ by the width of the model\n\nOne Llama-shaped block of random weights, "
+            "# GPTQ by the width of the model\n\nOne Llama-shaped block of random weights, "
             f"`gptq(bits=4, group_size=64)` on {given.samples} x {given.seqlen} tokens in float32, "
             f"{torch.get_num_threads()} threads of {hardware()['cpu']}. Memory is what the process took beyond the "
             "model and the libraries. Command: `python seeds/gptq_scaling.py --write reports/published`; "

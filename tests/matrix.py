@@ -198,7 +198,7 @@ def page(rows: dict[str, dict[str, Cell]]) -> str:
 
 def _pattern(reason: str) -> str:
     """A reason without the names of classes and modules, values, numbers and tokens in it."""
-    reason = re.sub(r"; [^;]* would do$|(?<=differs from a Llama's in ).*|\([^()]*\)|'[^']*'|`[^`]*`", "", reason)
+    reason = re.sub(r"; [^;]* works$|(?<=differs from a Llama's in ).*|\([^()]*\)|'[^']*'|`[^`]*`", "", reason)
     reason = re.sub(r"(?<=of the type )[\w-]+|(?<=not accelerated: )(the model|block \d+)", "", reason)
     return re.sub(r"\b\w*(For[A-Z]\w+|LMHeadModel|\d[\w.]*)\b|\b\w+(\.\w+)+\b", "", reason)
 

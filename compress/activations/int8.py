@@ -36,7 +36,7 @@ class Int8(W8A8):
                 continue
             if any(method.values().get(key) != value for key, value in ROWS.items()):
                 wanted = ", ".join(f"{key}={value}" for key, value in ROWS.items())
-                does = f"{method.name}({wanted}) would do" if ROWS.keys() <= method.knobs().keys() else "leave it out"
+                does = f"{method.name}({wanted}) works" if ROWS.keys() <= method.knobs().keys() else "leave it out"
                 raise ValueError(
                     f"`recipe`: {self.name} keeps 8-bit weights with a scale per row, not those of {method}: {does}"
                 )

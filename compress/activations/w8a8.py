@@ -42,7 +42,7 @@ class W8A8(LayerwiseMethod):
             raise ValueError(
                 f"`weights` (='block') of {self.name} takes steps per token and {BLOCK} columns, so `activations` "
                 "(='tensor') "
-                "does not go with it; activations='token', or weights='channel', would do"
+                "does not go with it; activations='token', or weights='channel', works"
             )
 
     @property

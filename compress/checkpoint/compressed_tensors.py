@@ -23,7 +23,7 @@ The codes, scales and zero points are those of the workbench: nothing is quantis
   it would load the rotated weights without their rotations, and without a warning. Linears that rotate their inputs
   are refused.
 - **Experts** of a mixture are stored one by one, gate and up projection apart (`interop/experts.py`), and the readers
-  take one scheme for all of them; README.md beside this file says which schemes each reader takes.
+  take one scheme for all of them; reports/published/interop-experts.md says which schemes each reader takes.
 - **Steps of activations per token**: transformers takes max|x| / 127.5 for int8, in the model's dtype; vLLM and this
   workbench take max|x| / 127, in float32. The weights are the same, the products differ by that rounding.
 """
@@ -137,7 +137,7 @@ that are decompressed, under a configuration that calls them packed: vLLM and th
             shown = "; ".join(str(scheme) for scheme in dict.fromkeys(schemes.values()))
             return (
                 f"`save_format` (={self.name!r}) cannot hold this model: transformers loads asymmetric weights only "
-                f"where all linears are stored alike, and these are not ({shown}); symmetric=True would do"
+                f"where all linears are stored alike, and these are not ({shown}); symmetric=True works"
             )
         return ""
 

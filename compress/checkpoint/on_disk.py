@@ -69,12 +69,12 @@ def _load_on_disk(folder: Path, dtype: torch.dtype | None, home: str, offload_pa
     if layout["embeddings"]:
         raise ValueError(
             f"`weights` (='disk'): {next(iter(layout['embeddings']))} of {folder} is stored compressed, outside the "
-            "blocks: weights='memory' would do"
+            "blocks: weights='memory' works"
         )
     if layout["stream"]:
         raise ValueError(
             f"`weights` (='disk'): the residual stream of {folder} is rotated, outside the blocks: weights='memory' "
-            "would do"
+            "works"
         )
     model = empty_model(folder, layout)
     model.tie_weights()

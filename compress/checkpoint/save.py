@@ -129,7 +129,7 @@ def check_holds(
         ways = " or ".join(repr(one.name) for one in SAVE_FORMATS.values() if one.takes_disk)
         raise ValueError(
             f"`save_format` (={save_format!r}) is written from memory, and this model's weights lie on disk: {ways} "
-            "would do; `export_checkpoint` can convert that later if the compressed model fits into memory"
+            "works; `export_checkpoint` can convert that later if the compressed model fits into memory"
         )
     if problem := _problem_of_model(writer, model, linears):
         raise ValueError(problem + _instead(model, linears))
@@ -157,7 +157,7 @@ def _instead(model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
         and not any(map(one.problem, linears.values()))
         and not one.problem_together(model, linears)
     ]
-    return f"; {' or '.join(others)} would do" if others else ""
+    return f"; {' or '.join(others)} works" if others else ""
 
 
 def format_named(save_format: str) -> SaveFormat:

@@ -39,7 +39,7 @@ class Correction(LayerwiseMethod):
         if not any(method.stage in ("sparsify", "quantize_weights") for method in before):
             raise ValueError(
                 f"`recipe`: {self} corrects what an earlier method of the recipe stored, and none before it stores "
-                "weights: rtn or gptq before it would do"
+                "weights: rtn or gptq before it works"
             )
         for method in after:
             if method.stage == "quantize_activations" and method.stores((64, 64)) is not None:

@@ -32,12 +32,12 @@ def library() -> ModuleType:
         importlib.import_module("bitsandbytes.functional")
     except ImportError:
         raise ValueError(
-            "bitsandbytes is not installed; `pip install bitsandbytes` or `pip install .[bnb]` would do"
+            "bitsandbytes is not installed; `pip install bitsandbytes` or `pip install .[bnb]` works"
         ) from None
     finally:
         log.setLevel(level)
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
-        raise ValueError(f"bitsandbytes {bnb.__version__} is too old; 0.50 would do")
+        raise ValueError(f"bitsandbytes {bnb.__version__} is too old; 0.50 works")
     return bnb
 
 

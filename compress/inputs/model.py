@@ -119,7 +119,7 @@ def _from_folder(folder: str, dtype: torch.dtype, disk: tuple[str, str | Path] |
         check_config(path)
         if can_read(quantization_of(path)):
             if disk is not None:
-                raise ValueError("`weights` (='disk') is for models that are not quantised; weights='memory' would do")
+                raise ValueError("`weights` (='disk') is for models that are not quantised; weights='memory' works")
             return load_quantized(path, dtype)
         if disk is not None:
             return load_on_disk(path, dtype, home=disk[0], offload_path=disk[1])

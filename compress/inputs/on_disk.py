@@ -40,7 +40,7 @@ def load_on_disk(folder: Path, dtype: torch.dtype, *, home: str, offload_path: s
     quantised = getattr(config, "quantization_config", None)
     if quantised:
         kind = quantised.get("quant_method") if isinstance(quantised, Mapping) else type(quantised).__name__
-        raise ValueError(f"`weights` (='disk') cannot read quantised weights ({kind}): weights='memory' would do")
+        raise ValueError(f"`weights` (='disk') cannot read quantised weights ({kind}): weights='memory' works")
     stored = tensors_of(folder)
     model = _empty(config, dtype)
     where = _weights(model, stored)
@@ -53,7 +53,7 @@ def load_on_disk(folder: Path, dtype: torch.dtype, *, home: str, offload_path: s
     if kept := _kept_in_float32(model, dtype):
         raise ValueError(
             f"`weights` (='disk') casts every weight, to {dtype} here, and {type(model).__name__} keeps {kept[0]} in "
-            "float32; dtype='float32' would do"
+            "float32; dtype='float32' works"
         )
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -99,7 +99,7 @@ def _weights(model: nn.Module, stored: Mapping[str, OnDisk]) -> dict[str, OnDisk
         if converted is not None:
             raise ValueError(
                 f"`weights` (='disk') cannot take {type(model).__name__}: transformers puts {name} and others together "
-                f"to {own} when it loads them; weights='memory' would do"
+                f"to {own} when it loads them; weights='memory' works"
             )
         if own in state:
             found[own] = tensor

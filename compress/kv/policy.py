@@ -213,7 +213,7 @@ class Policy(CacheMethod):
         if self.allocation in MASS_ALLOCATIONS and not self.mass:
             raise ValueError(
                 f"`allocation` (={self.allocation!r}) shares out attention, and the scores of {self.name} are not "
-                f"attention; {', '.join(ALLOCATIONS)} would do"
+                f"attention; one of {', '.join(ALLOCATIONS)} works"
             )
         if self.decoding and self.runs_model:
             raise ValueError(

@@ -204,7 +204,7 @@ def static(cache: CompressedCache, room: int) -> Cache:
             positions in two precisions.
     """
     if cache.reader is not None:
-        raise ValueError(f"`cache` reads sparsely ({cache.reader.reading}); one without a reading would do")
+        raise ValueError(f"`cache` reads sparsely ({cache.reader.reading}); one without a reading works")
     check_timed(cache.storage, cache.projecting)
     return Cache(
         layers=[StaticKVLayer([_fixed(slab, room) for slab in layer.slabs], layer.seen) for layer in cache.layers]

@@ -84,7 +84,7 @@ class Slab(Held):
             raise ValueError(
                 f"the last {count} tokens cannot be taken back: all but {self.k.length} are stored in "
                 f"{self.precision.bits} bits; "
-                f"a `residual` of {count} tokens or more would do"
+                f"a `residual` of {count} tokens or more works"
             )
         self.k.drop_last(count)
         self.v.drop_last(count)

@@ -15,7 +15,7 @@ def check_model(model: nn.Module) -> None:
     """Raise ValueError if a compressed cache does not support this model."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"`model` ({name}) is an encoder and a decoder; a decoder alone would do")
+        raise ValueError(f"`model` ({name}) is an encoder and a decoder; a decoder alone works")
     if not getattr(model, "_supports_attention_backend", True):
         raise ValueError(
             f"`model` ({name}) does not use transformers' attention interface, which a compressed cache needs"

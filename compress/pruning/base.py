@@ -71,7 +71,7 @@ class PruningMethod(LayerwiseMethod):
         if self.allocation == "global" and not self.comparable:
             raise ValueError(
                 f"`allocation` (='global') of {self.name}: its scores cannot be compared over linears; 'adaptive' or "
-                "'uniform' would do"
+                "'uniform' works"
             )
         if self.allocation == "adaptive" and self.ratio > LEVELS[-1]:
             raise ValueError(
@@ -85,7 +85,7 @@ class PruningMethod(LayerwiseMethod):
             raise ValueError(
                 f"`pattern` (={self.pattern!r}) of {self.name} needs rows of a multiple of {pattern[1]} columns; "
                 f"{name} has "
-                f"{shape[1]}: another M, or `skip`, would do"
+                f"{shape[1]}: another M, or `skip`, works"
             )
 
     def scores(self, W: Tensor, statistics: LayerStatistics) -> Tensor:

@@ -64,7 +64,7 @@ class LayerDrop(Method):
         if self.target == "joint":
             raise ValueError(
                 f"`layers` (={self.layers!r}) of layer_drop names blocks, and `target` (='joint') does not say what to "
-                "drop in them: attention, mlp or block would do"
+                "drop in them: attention, mlp or block works"
             )
         if not all(part.strip().isdecimal() for part in given) or len({int(part) for part in given}) < len(given):
             raise ValueError(
@@ -77,7 +77,7 @@ class LayerDrop(Method):
         if "block" in kinds and stream_of(model) is not None:
             raise ValueError(
                 f"`model` has a residual stream that its first and last block rotate, so `target` (={self.target!r}) "
-                "of layer_drop cannot drop blocks: target attention or mlp, or the model before the rotation, would do"
+                "of layer_drop cannot drop blocks: target attention or mlp, or the model before the rotation, works"
             )
         there = sum(_has(block, kind) for block in blocks for kind in kinds)
         if self.layers:
@@ -314,13 +314,13 @@ def _check_residual(
     except Exception as error:  # what is left needs what its attention and MLP give
         raise ValueError(
             f"`target` of layer_drop: {name} does not run without attention and MLP ({first_line(error)}), so neither "
-            "can be left out; target='block' would do"
+            "can be left out; target='block' works"
         ) from error
     moved = ((rest - call.hidden).norm() / call.hidden.norm()).item()
     if not moved < 1e-3:
         raise ValueError(
             f"`target` of layer_drop: {name} without attention and MLP is not the identity (it changes its input by "
-            f"{moved:.1e} of itself), so neither can be left out; target='block' would do"
+            f"{moved:.1e} of itself), so neither can be left out; target='block' works"
         )
 
 

@@ -52,13 +52,11 @@ class SparseGPT(PruningMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not has_zero(self.grid):
-            raise ValueError(
-                f"`grid` (={self.grid!r}) of {self.name} has no 0, which pruned weights need; int would do"
-            )
+            raise ValueError(f"`grid` (={self.grid!r}) of {self.name} has no 0, which pruned weights need; int works")
         if self.grid != "int" and self.pattern == "2:4":
             raise ValueError(
                 f"`grid` (={self.grid!r}) of {self.name}: `pattern` (='2:4') packs integers and floats; grid=int, or "
-                "another pattern, would do"
+                "another pattern, works"
             )
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:

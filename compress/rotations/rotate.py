@@ -84,7 +84,7 @@ class Rotate(Method):
         if self.steps and self.stream == "none" and not self.heads:
             raise ValueError(
                 f"`steps` (={self.steps}) of {self.name} trains folded rotations, and this recipe has none: "
-                "stream='hadamard' or heads=True would do"
+                "stream='hadamard' or heads=True works"
             )
 
     @property
@@ -106,7 +106,7 @@ class Rotate(Method):
         if apart := sorted(shared_linears(model)):
             raise ValueError(
                 f"`model` ({type(model).__name__}) uses the weight of {apart[0]} in several blocks, where {self.name} "
-                "would rotate it several times: a recipe without it would do"
+                "would rotate it several times: a recipe without it works"
             )
 
     def outline(self, model: nn.Module) -> None:

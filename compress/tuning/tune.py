@@ -62,8 +62,7 @@ class Tune(Method):
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
         if not any(method.stage in STORING for method in before):
             raise ValueError(
-                f"`recipe`: {self} trains weights that an earlier method has stored; a weight quantiser before it "
-                "would do"
+                f"`recipe`: {self} trains weights that an earlier method has stored; a weight quantiser before it works"
             )
         pruned = any(method.zeros for method in before)
         return self if self.keep_zeros is not None else replace(self, keep_zeros=pruned)

@@ -80,7 +80,7 @@ class Chain:
             raise ValueError(
                 f"`work_path` (={str(self.store.folder.parent)!r}): the activations between blocks take "
                 f"{needed / 1e9:.1f} GB there, and {free / 1e9:.1f} GB are free; fewer or shorter calibration windows "
-                "(`samples`, `seqlen`), another disk, or no `work_path` would do"
+                "(`samples`, `seqlen`), another disk, or no `work_path` works"
             )
 
     def _are_there(self, index: int) -> bool:

@@ -154,7 +154,7 @@ class Offloaded:
         if args[0].is_meta:
             raise ValueError(
                 f"`weights` (='disk') cannot serve this model: its code moves the tokens to where {self.name}.weight "
-                "lies, which is on disk; weights='memory' would do"
+                "lies, which is on disk; weights='memory' works"
             )
         # Only the rows of a table that are looked up are read.
         numbers, places = args[0].unique(return_inverse=True)
@@ -257,7 +257,7 @@ def offload(
         if name in parts or name.startswith(inside):
             continue
         if isinstance(module, AwayLinear):
-            raise ValueError(f"{name} is stored compressed, outside the blocks: weights='memory' would do")
+            raise ValueError(f"{name} is stored compressed, outside the blocks: weights='memory' works")
         own = [(key, tensor) for owner, key, _, tensor in _state(module) if owner is module]
         if own and any(
             module.children()

@@ -68,11 +68,11 @@ class AWQ(FoldingMethod, GridMethod):
         if self.where != "blocks":
             raise ValueError(
                 f"`where` (={self.where!r}) of {self.name}: {follower} rounds after it, and scales are folded inside "
-                "the blocks alone; where='blocks' would do"
+                "the blocks alone; where='blocks' works"
             )
         if self.only_scale is False:
             raise ValueError(
-                f"`only_scale` (=False) of {self.name}: {follower} after it rounds the same weights; None would do"
+                f"`only_scale` (=False) of {self.name}: {follower} after it rounds the same weights; None works"
             )
         aims = {aim: getattr(follower, aim) for aim in AIMS if aim in follower.knobs()}
         for aim, value in aims.items():

@@ -86,7 +86,7 @@ class Mixed(LayerwiseMethod):
         if where != "blocks" and self.loss not in MEASURED:
             raise ValueError(
                 f"`loss` (={self.loss!r}) of {self.name} orders blocks, not the embedding: one of "
-                f"{', '.join(MEASURED)} would do, or choices for the blocks alone"
+                f"one of {', '.join(MEASURED)} works, or choices for the blocks alone"
             )
 
     @cached_property
@@ -123,7 +123,7 @@ class Mixed(LayerwiseMethod):
             if self.loss == "fisher" and other.stage == "sparsify":
                 raise ValueError(
                     f"`loss` (='fisher') of {self.name} needs gradients of uncompressed weights, and {other} has "
-                    "stored them already; loss='kl' would do"
+                    "stored them already; loss='kl' works"
                 )
         return self
 
@@ -253,7 +253,7 @@ class Mixed(LayerwiseMethod):
         if smallest > self.budget_mb * 1e6:
             raise ValueError(
                 f"`budget_mb` (={self.budget_mb:g}) of {self.name} cannot be reached: with the smallest of `choices` "
-                f"the whole model takes {megabytes(smallest)}; fewer bits among `choices`, or a larger budget, would do"
+                f"the whole model takes {megabytes(smallest)}; fewer bits among `choices`, or a larger budget, works"
             )
 
 

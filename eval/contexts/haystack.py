@@ -164,7 +164,7 @@ def samples(
     least = shortest(length)
     if max(least) > length:
         enough = next(n for n in range(32 * (max(least) // 32 + 1), 1 << 30, 32) if max(shortest(n)) <= n)  # drawn anew
-        raise ValueError(f"`length` (={length}) is too small for `task` (={task!r}); {enough} would do")
+        raise ValueError(f"`length` (={length}) is too small for `task` (={task!r}); {enough} works")
     drawn = []
     for i in range(count):
         size = spec.fewest * length // least[i] if spec.fewest else length - head
@@ -228,7 +228,7 @@ def _sentences(documents: Sequence[str]) -> list[str]:
         raise ValueError(
             f"`documents` ({len(documents)} of them, {sum(map(len, documents))} characters) hold no sentence of up to "
             f"{LONGEST} "
-            "characters that ends with . or ! or ?; any natural text would do, or NOISE"
+            "characters that ends with . or ! or ?; any natural text works, or NOISE"
         )
     return found
 

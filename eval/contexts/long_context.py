@@ -249,7 +249,7 @@ def _check(
         )
     if set(visibilities) <= _OF_SECOND and (single := [s.task for s in samples if len(s.questions) < 2]):
         raise ValueError(
-            f"`visibilities` (={list(visibilities)}): {single[0]} has no second question; agnostic or visible would do"
+            f"`visibilities` (={list(visibilities)}): {single[0]} has no second question; agnostic or visible works"
         )
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     for sample in samples:
@@ -257,5 +257,5 @@ def _check(
         if longest > positions:
             raise ValueError(
                 f"a sample of {sample.task} has {longest} tokens; this model has {positions} positions: a smaller "
-                "`length` would do"
+                "`length` works"
             )

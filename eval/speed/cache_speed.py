@@ -217,7 +217,7 @@ def _native(model: nn.Module, cache: TimedCache, context: int) -> Step:
     # With artificial caches, the logits of many tokens depend on rounding in any program. A wrong program differs for
     # all tokens.
     if not (other := min(differences)) < MOST:
-        raise NotNative(f"its logits differ from the model's by {other:.2g} or more, and {MOST} would do")
+        raise NotNative(f"its logits differ from the model's by {other:.2g} or more, and at most {MOST} is allowed")
     return lambda token, position: step(token, cache, position)
 
 

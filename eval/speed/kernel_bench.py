@@ -111,7 +111,7 @@ def plan_kernels(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("`device` (='cuda') needs a GPU that torch can see; 'cpu' would do")
+        raise ValueError("`device` (='cuda') needs a GPU that torch can see; 'cpu' works")
     if device == "cuda" and not installed():
         raise ValueError("`device` (='cuda') needs triton: pip install triton")
     if dtype not in DTYPES:

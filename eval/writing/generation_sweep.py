@@ -413,9 +413,9 @@ def check_generations(
     for prompt in prompts:
         taken = encode_prompt(tokenizer, prompt).shape[1]
         if not taken:
-            raise ValueError(f"`prompts`: {prompt!r} has no tokens in this tokenizer; some text would do")
+            raise ValueError(f"`prompts`: {prompt!r} has no tokens in this tokenizer; some text works")
         if taken + new_tokens > positions:
             raise ValueError(
                 f"`new_tokens` (={new_tokens}) after a prompt of {taken} tokens is more than this model's {positions} "
-                f"positions; {max(positions - taken, 0)} would do"
+                f"positions; {max(positions - taken, 0)} works"
             )

@@ -60,7 +60,7 @@ def gptq_block(
             f"`impl` (='triton') needs triton and a CUDA tensor, or TRITON_INTERPRET=1; `W` is on {described(W.device)}"
         )
     if impl == "cpu" and W.device.type != "cpu":
-        raise ValueError(f"`impl` (='cpu') needs CPU tensors; `W` is on {W.device}: 'triton' or 'reference' would do")
+        raise ValueError(f"`impl` (='cpu') needs CPU tensors; `W` is on {W.device}: 'triton' or 'reference' works")
     if impl == "auto":
         impl = "cpu" if W.device.type == "cpu" else "triton" if triton_takes(W.device) else "reference"
     ran("gptq_block", impl)

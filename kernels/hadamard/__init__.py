@@ -43,8 +43,8 @@ def hadamard(x: Tensor, *, scale: float | None = None, impl: str = "auto") -> Te
         raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference', 'cpu' or 'triton'")
     if impl != "auto" and not takes[impl]:
         here = f"{x.dtype} on {described(x.device)} with n = {n}"
-        other = ", ".join(repr(name) for name, able in takes.items() if able)
-        raise ValueError(f"`impl` (={impl!r}) does not take {here}; {other} would do")
+        other = " or ".join(repr(name) for name, able in takes.items() if able)
+        raise ValueError(f"`impl` (={impl!r}) does not take {here}; {other} works")
     if impl == "auto":
         impl = next(
             name for name in (*(["triton"] if x.device.type == "cuda" else []), "cpu", "reference") if takes[name]

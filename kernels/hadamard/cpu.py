@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.hadamard.matrix import base, paley, sylvester
 
-AT_ONCE = 1 << 18  # elements; measured, see README.md
+AT_ONCE = 1 << 18  # elements; measured, see seeds/log.md
 WIDEST = 5  # largest number of bits of a factor if more than one is needed; measured
 
 

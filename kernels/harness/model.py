@@ -383,9 +383,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu/model.jsonl"), help="file of JSON lines; replaced")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not cuda:
-        parser.error("`--device` (=cuda) needs a GPU that torch can see; cpu would do")
+        parser.error("`--device` (=cuda) needs a GPU that torch can see; cpu works")
     if options.device == "cpu" and options.shape != "toy" and not options.toy:
-        parser.error(f"`--shape` (={options.shape}) is too large for a CPU; --toy would do")
+        parser.error(f"`--shape` (={options.shape}) is too large for a CPU; --toy works")
     options.shape = "toy" if options.toy else options.shape
     options.toy = options.shape == "toy"
     options.kinds = _named(options.kinds, KINDS, "kinds", parser)

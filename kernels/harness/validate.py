@@ -377,7 +377,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     if options.no_checks and options.checks_only:
         parser.error("`--no-checks` and `--checks-only` together leave nothing to do")
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("`--device` (=cuda) needs a GPU that torch can see; cpu would do")
+        parser.error("`--device` (=cuda) needs a GPU that torch can see; cpu works")
     if options.budget < 5:
         parser.error(f"`--budget` (={options.budget:g}) must be at least 5 seconds")
     return options

@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.int_matmul.layout import Packed, pack_bits, unpack, unpack_bits
 
 GROUP_SIZES = (32, 64, 128, 256)
-CROSSOVER = 80  # number of tokens from which dequantising once is faster; measured, see README.md
+CROSSOVER = 80  # number of tokens from which dequantising once is faster; measured, see seeds/log.md
 SLAB = 1 << 20  # weights dequantised at a time, so that they are still in cache when they are multiplied
 
 

@@ -153,7 +153,7 @@ def _implementation(q: Tensor, cache: KV, impl: str) -> str:
     if only := _only_reference(cache, q.shape[-1], impl in ("auto", "cpu") and in_cpp(q)):
         if impl not in ("auto", "reference"):
             what, other = only
-            raise ValueError(f"`impl` (={impl!r}) has no kernel for {what}; 'reference' would do, or {other}")
+            raise ValueError(f"`impl` (={impl!r}) has no kernel for {what}; 'reference' works, or {other}")
         return "reference"
     fits = q.shape[-1] <= MAX_D
     able = not (cache.float8 and too_old(q.device, float8=True))
@@ -172,7 +172,7 @@ def _implementation(q: Tensor, cache: KV, impl: str) -> str:
     if impl == "triton" and not able:
         raise ValueError(
             f"`impl` (='triton') reads float8 on a GPU that has it, not on {described(q.device, float8=True)}; "
-            "'reference' would do, or a cache of integers in 8 bits"
+            "'reference' works, or a cache of integers in 8 bits"
         )
     return impl
 
@@ -255,7 +255,7 @@ def _check(
         wanted["k"] = ((B, H_kv, S, D // halves), torch.uint8)
         if cache.value_bits not in VALUE_BITS:
             raise ValueError(
-                f"`cache.v` {tuple(cache.v.shape)} has codes of {cache.value_bits} bits; {VALUE_BITS} would do"
+                f"`cache.v` {tuple(cache.v.shape)} has codes of {cache.value_bits} bits, not of one of {VALUE_BITS}"
             )
         wanted["v"] = ((B, H_kv, groups, D_v, cache.group * cache.value_bits // 8), torch.uint8)
         wanted["params_k"] = ((B, H_kv, S, 2) if cache.by_token else (B, H_kv, groups, D, 2), torch.bfloat16)

@@ -1,6 +1,18 @@
 """Device functions that turn packed codes into operands of a tensor core, in registers.
 
-`kernels/int_matmul/README.md` derives the orders.
+A 32-bit word of 4-bit codes holds 8 neighbouring columns. `(w >> 4i) & 0x000F000F | 0x43004300` is a pair of bfloat16,
+128 + code of columns i and i + 4; subtracting 136 is exact. The tensor core needs a pair to be two neighbours among the
+columns that it multiplies, so the columns of W and x are reordered:
+
+    lane c of a row (of 4), its words v (of V, one 16-byte load), pair s of the word, half h
+    W:  word = c V + v            code = s + h P          (P pairs a word: 4 at 4 bits, 2 at 8, 8 at 2)
+    mma.sync (kWidth 4):  position = (v, s >> 1, c, s & 1, h)       wgmma (kWidth 2):  position = (v, s, c, h)
+    x:  column = (c V + v) 2P + h P + s  at that position
+
+At 3 bits, 8 codes are 24 bits; `(u >> 3i) & 0x00070070 | magic` pairs columns i and i + 4, 12 bits apart, with the low
+one four bits up: 128 + 16 code, times 1/16, exactly. At 8 bits bfloat16 has one bit too few: 128 + the low seven bits,
+then minus 128 or 256, whose bit patterns differ in just the bit that the code's eighth gives. float16 uses 0x6400
+(1024).
 
 Names of sizes: a word of 32 bits holds `PER` codes; the four lanes that share a row of the tensor core's A operand hold
 `V` words each, next to each other, so that 4 * V * PER columns make a chunk and a block has `C` chunks. The pairs of

@@ -68,7 +68,7 @@ def _implementation(query: Tensor, impl: str) -> str:
     if impl == "cpu" and not cpu:
         raise ValueError(
             "`impl` (='cpu') needs bfloat16 with an even number of channels, AVX512-BF16 and the C++ kernels, not "
-            f"{query.dtype} {tuple(query.shape)} on {query.device}; 'rows' would do"
+            f"{query.dtype} {tuple(query.shape)} on {query.device}; 'rows' works"
         )
     return impl if impl != "auto" else "cpu" if cpu else "rows"
 

@@ -18,7 +18,7 @@ from kernels.step.cache import LayerRoom, rooms_of
 from kernels.step.decoder import STREAM, Decoder, DecoderBlock, NotNative, recognise
 from kernels.step.likeness import check_likeness
 from kernels.step.native import DecodeStep, why_not
-from kernels.step.program import Attention, Handed, InputChange, Products, Program, Weight
+from kernels.step.program import Attention, CacheAttention, InputChange, Products, Program, Weight
 from kernels.trellis_matmul import Trellis
 from kernels.w8a8_matmul import W8
 
@@ -120,11 +120,11 @@ def program_of(decoder: Decoder, rooms: Sequence[LayerRoom] | None, tokens: int)
         raise NotNative(reason)
     if native.isa(decoder.dtype) == "portable":
         raise NotNative("the loops have no vector instructions of this processor")
-    instructions: list[Products | Attention | Handed] = []
+    instructions: list[Products | Attention | CacheAttention] = []
     for place, block in enumerate(decoder.blocks):
         before = decoder.blocks[place - 1] if place else None
         if rooms is None:
-            attention = Handed(
+            attention = CacheAttention(
                 "qkv", block.heads, block.kv_heads, block.channels, block.scale,
                 softcap=block.softcap, query_norm=block.query_norm, key_norm=block.key_norm,
             )  # fmt: skip
@@ -145,8 +145,8 @@ def program_of(decoder: Decoder, rooms: Sequence[LayerRoom] | None, tokens: int)
 
 
 def _instructions(
-    block: DecoderBlock, before: DecoderBlock | None, attention: Attention | Handed
-) -> list[Products | Attention | Handed]:
+    block: DecoderBlock, before: DecoderBlock | None, attention: Attention | CacheAttention
+) -> list[Products | Attention | CacheAttention]:
     """The instructions of a block; the first one adds the output of the MLP of the block `before`."""
     names = ("q", "k", "v", "o", "gate", "up", "down")
     q, k, v, o, gate, up, down = (weight_of(getattr(block, n), f"{block.name}'s {n}_proj") for n in names)

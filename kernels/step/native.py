@@ -10,7 +10,7 @@ from kernels.hadamard import widest_block
 from kernels.hadamard.cpu import factors
 from kernels.registry import ran
 from kernels.step.lent import Lent
-from kernels.step.program import ACTIVATIONS, Attention, Handed, InputChange, Norm, Products, Program, Weight
+from kernels.step.program import ACTIVATIONS, Attention, CacheAttention, InputChange, Norm, Products, Program, Weight
 
 RESIDUAL, ATTENDED = -1, -2  # numbers of a product's input in native/step_types.inc
 MOST_TOKENS = 8
@@ -53,7 +53,7 @@ class DecodeStep:
         if program.embedding is not None:
             self._native.embed(self._weight(program.embedding), program.embedding_scale)
         for one in program.instructions:
-            if isinstance(one, Handed):
+            if isinstance(one, CacheAttention):
                 self._handed(one)
             else:
                 self._attention(one) if isinstance(one, Attention) else self._products(one)
@@ -73,8 +73,8 @@ class DecodeStep:
         return self._native.run(ids, position, hidden)
 
     def begin(self, ids: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """The first part of a step whose program has `Handed` instructions: up to the first attention. Arguments as in
-        a call.
+        """The first part of a step whose program has `CacheAttention` instructions: up to the first attention.
+        Arguments as in a call.
 
         Returns:
             float32 [n]: queries [tokens, heads * channels], keys and values, concatenated; memory of the step, valid
@@ -148,7 +148,7 @@ class DecodeStep:
             *_norm(p.before),
         )
 
-    def _handed(self, a: Handed) -> None:
+    def _handed(self, a: CacheAttention) -> None:
         (query, eps), (key, _) = _norm(a.query_norm), _norm(a.key_norm)
         sizes = [self._buffers[a.reads], a.heads, a.kv_heads, a.channels]
         rotation = self._change(InputChange(torch.ones(a.channels), widest_block(a.channels)))

@@ -173,7 +173,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Handed:
+class CacheAttention:
     """Replaces an `Attention`: the step stops here, and continues with a result that the cache has computed, or attends
     to tensors that the cache lends (`kernels.step.lent.Lent`).
 
@@ -202,6 +202,6 @@ class Program:
     hidden: int
     tokens: int
     embedding: Weight | None
-    instructions: tuple[Products | Attention | Handed, ...]
+    instructions: tuple[Products | Attention | CacheAttention, ...]
     embedding_scale: float = 1.0
     stream: InputChange | None = None

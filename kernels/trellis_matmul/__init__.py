@@ -69,7 +69,7 @@ def viterbi(x: Tensor, table: Tensor, *, bits: int, window: int | None = None, i
     window = min(4 * (len(table).bit_length() - 1) if window is None else window, x.shape[1] // 2)
     x, table = x.contiguous().float(), table.contiguous().float()
     if impl == "triton":
-        raise ValueError("`impl` (='triton'): there is no such search in Triton; 'cpu' or 'reference' would do")
+        raise ValueError("`impl` (='triton'): there is no such search in Triton; 'cpu' or 'reference' works")
     if _which(impl, x.device, x.dtype) == "cpu":
         ran("viterbi", f"cpu {native.isa(torch.float32)}")
         return torch.ops.workbench.trellis_encode(x, table, bits, window, "auto")[0]

@@ -101,7 +101,7 @@ def _check(x: Tensor, w: Packed | Codebook, x_bits: int, x_group: int | None, x_
         raise ValueError(f"`x_bits` (={x_bits}) must be 4 or 8")
     check_groups(w, x_group)
     if isinstance(w, Codebook) and (w.scale is None or w.table.dim() != 1):
-        raise ValueError("`w` is a codebook without scales or with a table for each row; one table and scales would do")
+        raise ValueError("`w` is a codebook without scales or with a table for each row; give one table, and scales")
     if x_scale is None:
         return
     sizes = (1,) if x_group is None else (1, columns // x_group)

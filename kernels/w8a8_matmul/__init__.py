@@ -120,7 +120,7 @@ def _implementation(x: Tensor, w: W8, impl: str) -> str:
     if impl == "triton" and not triton:
         needs = "needs triton and layout 'rows' on CUDA (on a CPU: TRITON_INTERPRET=1)"
         here = f"not {w.layout!r} on {described(x.device, float8=float8)}"
-        raise ValueError(f"`impl` (='triton') {needs}, {here}; 'reference' would do{', or int8' * float8}")
+        raise ValueError(f"`impl` (='triton') {needs}, {here}; 'reference' works{', or int8' * float8}")
     if impl != "auto":
         return impl
     if x.device.type == "cuda" and triton:

@@ -126,7 +126,7 @@ def to_prepacked(w: W8, layout: str | None = None) -> W8:
         raise ValueError(f"`w` must be {needs}, not {kind}")
     layout = layout or ("panels" if in_one_call() else "prepacked")
     if layout == "prepacked" and not has_vnni():
-        raise ValueError("`layout` (='prepacked') is oneDNN's, on a CPU with VNNI; here 'panels' would do")
+        raise ValueError("`layout` (='prepacked') is oneDNN's, on a CPU with VNNI; here 'panels' works")
     codes = to_panels(w.codes) if layout == "panels" else torch.ops.onednn.qlinear_prepack(w.codes, None)
     return w._replace(layout=layout, codes=codes)
 

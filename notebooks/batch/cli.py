@@ -146,7 +146,9 @@ def _parser() -> argparse.ArgumentParser:
         "--update", metavar="FILE", help="write the tables of a Markdown file again from the records that it names"
     )
     table.add_argument(
-        "--write", metavar="FOLDER", help="write the README.md of a folder of records, such as reports/published"
+        "--write",
+        metavar="FOLDER",
+        help="write the index and the notes of a folder of records, such as reports/published",
     )
     exported = command(
         "export",
@@ -359,13 +361,14 @@ def _list(options: argparse.Namespace) -> int:
 def _table(options: argparse.Namespace) -> int:
     from eval.record.files import write_whole
     from eval.record.schema import read_record
-    from reports.parts.published import README, published_readme
+    from reports.parts.published import published_files
     from reports.parts.table import markdown, strengths_markdown, updated
 
     if sum(map(bool, (options.records, options.update, options.write))) != 1:
         raise ValueError("`table` takes records, or --update with a file that names them, or --write with a folder")
     if options.write:
-        print(write_whole(published_readme(Path(options.write)), Path(options.write) / README))
+        for path, text in published_files(Path(options.write)).items():
+            print(write_whole(text, path))
         return 0
     if options.records:
         read = [read_record(path) for path in options.records]

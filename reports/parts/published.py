@@ -1,6 +1,9 @@
-"""The page of published results: every record of a folder with its tables and the notes beside it."""
+"""The folder of published results: an index by question, and the tables of each record in the note beside it."""
 
+import re
 from pathlib import Path
+
+import yaml
 
 from eval.record.metrics import fmt
 from eval.record.rows import RunRecord, typed
@@ -9,53 +12,83 @@ from reports.parts import table
 from reports.parts.text import clean
 
 README = "README.md"
+QUESTIONS = "questions.yml"
+_BEGIN, _END = "<!-- workbench table --write -->", "<!-- end -->"
 _HEAD = """# Measured results
 
-`workbench table --write {folder}` makes this page from the records (`*.json`) of this folder and the notes beside
-them (`*.md`); change those, and not this page. Speeds are medians, and their ratios are those to the strongest 16-bit
-baseline of the same run. ± is one standard error. The windows of text are few, so the standard errors of perplexities
-are those of the text, which is the same for all models; KL, which is measured position by position against the
-baseline, tells the recipes apart.
+`workbench table --write {folder}` makes this page from the records (`*.json`), the notes (`*.md`) and
+`{questions}` of this folder, and writes the tables of a record and its command into its note. Change those, and not
+this page. Speeds are medians, and their ratios are those to the strongest 16-bit baseline of the same run. ± is one
+standard error; that of a perplexity is mostly the text's, which is the same for all models, so that KL tells recipes
+apart. A report opens in a browser, without a network.
+
+| question | answer | page | record | date |
+| --- | --- | --- | --- | --- |
 """
 
 
-def published_readme(folder: Path) -> str:
-    """The text of a folder's README.md: a section per record, the oldest first, then the notes without a record.
+def published_files(folder: Path) -> dict[Path, str]:
+    """What `workbench table --write` writes, {path: text}: each note that has a record beside it, and the index.
 
     Raises:
-        ValueError: the folder holds no record, or an unreadable one.
+        ValueError: the folder holds no record, an unreadable one, or no questions; a note has no question, a question
+            has no note, or a number of an answer does not occur in its note.
     """
-    records = {path: typed(read_record(path)) for path in folder.glob("*.json")}
+    records = {path.stem: typed(read_record(path)) for path in sorted(folder.glob("*.json"))}
     if not records:
         raise ValueError(f"`--write` (={str(folder)!r}) holds no records; name a folder such as reports/published")
-    newest = sorted(records.items(), key=lambda pair: (pair[1].run.started, pair[0].name))
-    notes = sorted(path for path in folder.glob("*.md") if path.name != README)
-    alone = [path.read_text(encoding="utf-8") for path in notes if path.with_suffix(".json") not in records]
-    parts = [
-        _HEAD.format(folder=f"reports/{folder.resolve().name}"),
-        *(_section(path, run) for path, run in newest),
-        *alone,
-    ]
-    return "\n".join(part.strip() + "\n" for part in parts)
+    notes = {path.stem: path.read_text(encoding="utf-8") for path in folder.glob("*.md") if path.name != README}
+    notes |= {name: _with_tables(name, run, notes.get(name, "")) for name, run in records.items()}
+    written = {folder / f"{name}.md": notes[name] for name in records}
+    return written | {folder / README: _index(folder, records, notes)}
 
 
-def _section(path: Path, run: RunRecord) -> str:
-    """One record: the measurement, the machine, the command, the tables, and the note beside the record."""
-    at, texts = run.provenance, [f"{name}: {text.windows} windows of {text.window}" for name, text in run.texts.items()]
+def _index(folder: Path, records: dict[str, RunRecord], notes: dict[str, str]) -> str:
+    file = folder / QUESTIONS
+    questions = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if missing := notes.keys() ^ questions.keys():
+        raise ValueError(f"`{QUESTIONS}` must name each note of {folder} once, without others: {sorted(missing)}")
+    lines = [_line(name, entry, notes[name], records.get(name)) for name, entry in questions.items()]
+    return _HEAD.format(folder=f"reports/{folder.resolve().name}", questions=QUESTIONS) + "\n".join(lines) + "\n"
+
+
+def _line(name: str, entry: dict[str, str], note: str, run: RunRecord | None) -> str:
+    answer, told = entry["answer"], set(_numbers(note))
+    if unknown := [number for number in _numbers(answer) if number not in told]:
+        raise ValueError(f"the answer of `{name}` in {QUESTIONS} has numbers that its note has not: {unknown}")
+    dates = [run.run.started[:10]] if run else re.findall(r"20\d\d-\d\d-\d\d", note)
+    if not (date := entry.get("date") or next(iter(dates), "")):
+        raise ValueError(f"the note of `{name}` has no date; give one in {QUESTIONS}, such as `date: 2026-11-26`")
+    page, record = f"[note]({name}.md)", entry.get("record", "–")
+    if run:
+        page, record = f"{page}, [report]({name}.html)", f"[record]({name}.json)"
+    return f"| {entry['question']} | {answer} | {page} | {record} | {date} |"
+
+
+def _numbers(text: str) -> list[str]:
+    return re.findall(r"\d[\d,]*(?:\.\d+)?", text)
+
+
+def _with_tables(name: str, run: RunRecord, note: str) -> str:
+    """A note with its tables made anew; the text below them is its author's."""
+    own = note.partition(_END)[2] if note.startswith(_BEGIN) else note
+    return f"{_BEGIN}\n\n{_section(name, run)}\n\n{_END}\n" + (f"\n{own.strip()}\n" if own.strip() else "")
+
+
+def _section(name: str, run: RunRecord) -> str:
+    """One record: the measurement, the machine, the command and the tables."""
+    at, texts = run.provenance, [f"{text}: {of.windows} windows of {of.window}" for text, of in run.texts.items()]
     machine = f"{at.processor} ({at.hardware.cpu_capability}), {at.threads} threads of {at.hardware.cores} cores"
     parts = [
-        f"## {clean(run.recipe_of('compressed'))} on {clean(run.model.name)}",
+        f"# {clean(run.recipe_of('compressed'))} on {clean(run.model.name)}",
         f"Measured on {run.run.started[:10]} on {machine}, in {fmt(run.run.duration_s, ',.0f')} s"
         + (f"; perplexity on {', '.join(texts)} tokens" if texts else "")
         + f". Scored in {at.dtype}, timed in {at.deploy_dtype or at.dtype}. "
-        f"[Page]({path.stem}.html), [record]({path.name}).",
+        f"[Report]({name}.html), [record]({name}.json), [all results]({README}).",
         f"```\n{at.command}\n```",
         *_tables(run),
     ]
-    note = path.with_suffix(".md")
-    return "\n\n".join(
-        part.strip() for part in [*parts, *([note.read_text(encoding="utf-8")] if note.exists() else [])]
-    )
+    return "\n\n".join(part.strip() for part in parts)
 
 
 def _tables(run: RunRecord) -> list[str]:

@@ -165,7 +165,7 @@ def table(rows: list[File], options: argparse.Namespace) -> str:
     shown = shlex.join(["python", "seeds/peers/compare_gguf.py", *sys.argv[1:]])
     scored = ", ".join(f"{n} of {text}" for text, n in zip(options.texts, options.windows, strict=True))
     out = [
-        "## GGUF files: ours, and those of other tools",
+        "# GGUF files: ours, and those of other tools",
         "",
         f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {options.threads} threads,"
         " after `make interop`:",

@@ -6,7 +6,10 @@ $ /tmp/peers/kvpress/bin/python seeds/peers/compare_kv.py kvpress /tmp/peers/kv
 $ .venv/bin/python seeds/peers/compare_kv.py table /tmp/peers/kv
 
 kvpress 0.5.5 needs a transformers below 5.3, this workbench a later one: the model and the tokens are the same, float32
-on a CPU. Kept positions of the peer are found by looking its keys up among those of a full cache.
+on a CPU. Kept positions of the peer are found by looking its keys up among those of a full cache. KVzip and Ada-KV of
+the peer mask positions without freeing memory, so the script reads the mask. For KVzip the peer asks the model in words
+to repeat the text, in the model's chat template, so its scores differ a little. KVzap has the same networks in both,
+with random weights.
 """
 
 import argparse

@@ -8,6 +8,8 @@ $ .venv/bin/python seeds/peers/compare_pruning.py table /tmp/peers/prune
 `--cases`, `--samples` and `--windows` make it shorter. Both tools prune all linears of a block on the inputs that they
 have in the unpruned block, and pass on the outputs of the pruned one. So the inputs of the first block are the same in
 both tools, and its masks can be compared one to one; later blocks of each tool read the outputs of its own pruned ones.
+It prunes 50 % anywhere and 2:4 on 32 x 512 tokens of C4; the published figures are with `--samples 16 --windows 10
+--cases "wanda 50 %" "sparsegpt 50 %"`.
 """
 
 import argparse

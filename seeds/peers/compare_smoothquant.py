@@ -10,7 +10,16 @@ $ .venv/bin/python seeds/peers/compare_smoothquant.py table /tmp/peers/smooth
 
 `--cases`, `--samples` and `--windows` make it shorter. Where activations are rounded, the weights alone do not
 determine the outputs. So each tool's model is scored in the process that made it, by its own forward pass, with
-`score` below, which uses neither tool. `table` puts the results side by side.
+`score` below, which uses neither tool. `table` puts the results side by side. The settings are available in both tools:
+
+- SmoothQuant at 0.5, folded into norms only, because the peer has no folds from v to o and from up to down.
+- int8: weights per channel, rounded to nearest; activations per token, or one static step from the largest magnitude of
+  the whole calibration set (the peer's default is a moving average over batches). The peer's grid has 255 steps (codes
+  from -128), ours has 254 (codes from -127).
+- AWQ: asymmetric, groups of 64, without clipping, which the peer does not have. Two differences remain. With grouped
+  heads the peer does not scale v to o, and ours does. The peer searches 20 scales from inputs and weights by the
+  block's output, ours from inputs by the linears' outputs.
+- 4 and 3 bits rounded to nearest on the same grids, to separate differences of methods from differences of grids.
 """
 
 import argparse

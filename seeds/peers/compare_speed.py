@@ -348,7 +348,7 @@ def page(rows: dict[str, Row], given: argparse.Namespace) -> str:
     )
     tools = ["llama.cpp"] * bool(given.files) + ["OpenVINO"] * bool(given.openvino)
     lines = [
-        f"## Speed on a CPU beside {' and '.join(tools)}: {given.model} on {hardware()['cpu']}",
+        f"# Speed on a CPU beside {' and '.join(tools)}: {given.model} on {hardware()['cpu']}",
         "",
         f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {given.threads} threads.",
         "",

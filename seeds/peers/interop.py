@@ -8,6 +8,17 @@ each checkpoint to its readers, and compares. What is there already is used agai
 checkpoints and answers lie in two folders that are kept; `--again` asks the readers once more. The step `time` is
 the only one with a clock: leave the machine alone while it runs. The table is printed, and last one line of JSON with
 everything. The exit code is 1 if a reader fails, or gives another model.
+
+- **Folders.** Environments are kept in `.venv-interop/` (8 GB; more where `torch==2.13.0` is a CUDA build),
+  checkpoints and answers in `runs/interop/`. Remove a folder to make it again. `--environments` and `--work` name other
+  folders.
+- **Steps.** `--steps environments save here read time table`, or some of them. Readers are timed in `read`, the
+  workbench in `time` (`--rounds 0` times nothing). vLLM compiles each model at its first start, which takes a minute.
+- **When two models count as different.** (1) A dequantised weight differs by more than 2^-6 of its value, where the
+  library shows its weights. (2) The perplexity differs by more than 1 %, or 2 % where activations are rounded to 8
+  bits. (3) At the first greedy token that differs, our logit for our token exceeds our logit for theirs by more than
+  0.5, or 1.0 with 8-bit activations. The message names the first tensor or token that differs.
+- **Exception.** vLLM refuses asymmetric GPTQ checkpoints, so that pair is not in the table.
 """
 
 import argparse

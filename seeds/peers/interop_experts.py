@@ -1,6 +1,6 @@
 """Small models with experts, compressed and saved by the workbench, in transformers and in vLLM: which are the same?
 
-    make interop-experts INTEROP="--write compress/checkpoint/README.md"        # half an hour on two cores
+    make interop-experts INTEROP="--write reports/published/interop-experts.md"        # half an hour on two cores
     python seeds/peers/interop_experts.py --families mixtral --schemes W4A16
 
 The models are random. Saving loads each checkpoint again, by transformers where it reads it, and compares every
@@ -250,11 +250,11 @@ def of_joined(whole: Tensor, rows: list[int], at: int) -> Tensor:
 INTRODUCTION = """\
 # Models with experts in other libraries
 
-This page is written by `make interop-experts INTEROP="--write compress/checkpoint/README.md"`. A `compressed-tensors`
-checkpoint holds the experts of a mixture one by one, with gate and up projection apart, under the names of the
-model's original checkpoint: transformers and vLLM read these. The names are taken from transformers' own conversion,
-so that every family can be saved whose experts transformers itself writes one by one; others are refused before any
-work.
+This page is written by `make interop-experts INTEROP="--write reports/published/interop-experts.md"`. A
+`compressed-tensors` checkpoint holds the experts of a mixture one by one, with gate and up projection apart, under the
+names of the model's original checkpoint: transformers and vLLM read these. The names are taken from transformers' own
+conversion, so that every family can be saved whose experts transformers itself writes one by one; others are refused
+before any work.
 
 - **transformers** multiplies by dequantised experts: it does not round their activations. It does not read experts in
   int8, with a scale per block or with zero points, or experts in 16 bits beside packed linears: it refuses such a

@@ -122,7 +122,7 @@ def gguf_weights(file: Path) -> dict[str, Tensor]:
 
 def markdown(rows: list[Row], facts: dict, speeds: dict[str, dict[str, dict]]) -> str:
     """The published note: what was measured, and one table a model."""
-    out = ["## Checkpoints in the libraries that read them", "", introduction(facts), ""]
+    out = ["# Checkpoints in the libraries that read them", "", introduction(facts), ""]
     for model in dict.fromkeys(row.model for row in rows):
         mine = [row for row in rows if row.model == model]
         out += [f"**{model}**{here(speeds.get(model, {}))}", "", HEAD]

@@ -150,7 +150,7 @@ def test_a_weight_quantiser_that_follows_settles_the_grid(tiny, tokens):
     assert len(result.folds) == 7
 
 
-def test_what_does_not_compose_says_so():
+def test_recipes_that_do_not_compose_are_refused():
     for recipe, message in (
         (
             [AWQ(bits=3), GPTQ(bits=2)],

@@ -78,7 +78,7 @@ def test_large_inputs_count_more():
     assert not stack.dequantize().any(), "a matrix of nothing is stored as nothing"
 
 
-def test_what_is_stored_comes_back_and_its_bytes_are_counted():
+def test_stored_stacks_are_read_back_and_their_bytes_counted():
     W, _, stack = made()
     for stored in (
         stack,

@@ -171,7 +171,7 @@ def test_disk_is_predicted_and_limited(tiny, tokens, tmp_path, monkeypatch):
         assert torch.equal(saved._unpacked(saved._packed(H), n), H)
 
 
-def test_what_measures_by_itself_is_named(tiny, tokens):
+def test_methods_that_measure_by_separate_passes_are_named(tiny, tokens):
     recipe = parse_recipe("wanda(allocation=adaptive, curve_tokens=24)")
     result = apply(recipe, tiny("llama"), tokens(), calibrate="once")
     assert any("passes of its own: wanda: the distortions" in note for note in result.notes)

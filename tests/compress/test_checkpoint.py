@@ -75,7 +75,7 @@ def test_generates_after_loading(tiny, tokens, tmp_path):
     assert torch.equal(expected, found)
 
 
-def test_what_is_there_already_stays(tiny, tmp_path):
+def test_an_existing_folder_is_not_overwritten(tiny, tmp_path):
     result = apply([METHODS["rtn"](group_size=16)], tiny("llama"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("data")

@@ -63,7 +63,7 @@ def test_each_operation_alone_and_all_in_integers(family, tiny, tokens):
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
 
 
-def test_what_norms_and_activations_give_lies_on_the_grid(tiny, tokens):
+def test_outputs_of_norms_and_activations_lie_on_the_grid(tiny, tokens):
     model, seen = tiny("llama"), []
     with emulate(model, "e2m1", ops=("norms", "activations")):
         for module in (model.model.norm, model.model.layers[0].mlp.act_fn):

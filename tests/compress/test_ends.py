@@ -54,7 +54,7 @@ def test_any_model_runs_with_both_ends_stored(architecture, tiny, tokens, tmp_pa
     stored = [name for name in load_file(tmp_path / "saved" / "model.safetensors") if name.endswith("parts.0.codes")]
     outside = [name for name in stored if name.startswith((ends.embedding, ends.head))]
     assert len(outside) == (1 if ends.tied else 2), "a tied weight is stored once"
-    with pytest.raises(ValueError, match="weights='memory' would do"):
+    with pytest.raises(ValueError, match="weights='memory' works"):
         load_compressed_on_disk(tmp_path / "saved")
 
 
@@ -111,7 +111,7 @@ def test_calibrated_once_and_resumed(tiny, tokens, tmp_path):
         assert torch.equal(a, b)
 
 
-def test_what_takes_the_heads_place_is_looked_up(tiny, tokens):
+def test_a_compressed_embedding_is_looked_up_when_it_is_compressed_again(tiny, tokens):
     model = tiny("gpt2")
     apply([METHODS["rtn"](bits=8, group_size=16, where="embedding")], model)
     other = apply([METHODS["rtn"](bits=4, group_size=16, where="embedding")], tiny("gpt2")).model
@@ -133,7 +133,7 @@ def test_one_method_for_each_place():
         settle(parse_recipe("awq(where=all), gptq(bits=4)"))
 
 
-def test_what_cannot_be_looked_up_is_refused(tiny, tokens):
+def test_methods_without_row_lookup_refuse_the_embedding(tiny, tokens):
     for text in ("int8(where=all)", "wanda(where=embedding)"):
         with pytest.raises(ValueError, match=r"`where`.* looked up row by row"):
             apply(parse_recipe(text), tiny("llama"), tokens())

@@ -42,7 +42,7 @@ def test_all_experts_at_once_give_what_each_gives(tiny, tokens, grouped, monkeyp
 
 
 @torch.no_grad()
-def test_what_shares_a_tensor_is_saved_and_loaded(tiny, tokens, grouped, tmp_path):
+def test_experts_that_share_a_tensor_are_saved_and_loaded(tiny, tokens, grouped, tmp_path):
     model, ids = tiny("qwen3_moe"), tokens(1, 30)[0]
     result = apply([METHODS["rtn"](bits=4, group_size=16)], model, tokens())
     expected = result.model(ids).logits

@@ -102,7 +102,7 @@ def test_inputs_that_are_shared_share_a_map(tiny, tokens):
     torch.testing.assert_close(one.dequantize() @ P.t(), original, rtol=1e-4, atol=1e-5)
 
 
-def test_it_mends_four_bits_on_a_model_with_outliers(tiny, tokens, with_outliers, with_massive):
+def test_flatquant_lowers_the_error_of_four_bits_on_a_model_with_outliers(tiny, tokens, with_outliers, with_massive):
     *batches, ids = (batch.clamp_min(1) for batch in [*tokens(6), torch.cat(tokens(4, seed=2))])
     for batch in (*batches, ids):
         batch[:, 0] = 0
@@ -116,7 +116,7 @@ def test_it_mends_four_bits_on_a_model_with_outliers(tiny, tokens, with_outliers
     assert trained < 0.35 * plain and trained < 0.8 * min(rotated, drawn), error
 
 
-def test_it_aims_at_what_follows_in_the_recipe():
+def test_training_rounds_as_the_later_methods_of_the_recipe_do():
     method = settle(parse_recipe("flatquant, gptq(bits=3, group_size=32), activations(format=mxfp4)"))[0]
     assert (method.learn_bits, method.weight_bits, method.weight_columns) == (4, 3, 32)
     assert settle(parse_recipe("flatquant, activations(bits=8, group_size=64)"))[0].learn_columns == 64
@@ -152,7 +152,7 @@ def test_bad_knobs_are_refused_before_any_work(tiny, tokens, knobs, said):
     assert isinstance(model.model.layers[0].mlp.up_proj, torch.nn.Linear)
 
 
-def test_what_has_no_place_for_it_says_so(tiny, tokens, tmp_path):
+def test_formats_and_modes_without_flatquant_refuse_it(tiny, tokens, tmp_path):
     model = tiny("llama")
     result = apply([FLAT(steps=0, scales=False), METHODS["rtn"](group_size=16)], model)
     for name in ("gguf", "compressed-tensors", "gptq"):

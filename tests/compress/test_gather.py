@@ -53,7 +53,7 @@ def test_channels_come_in_descending_order_and_linears_of_one_input_share_it(tin
 
 
 @pytest.mark.parametrize("before", ["", "rotate, ", "flatquant, ", "smoothquant, "])
-def test_what_follows_meets_ordered_channels_and_rounds_the_first_groups_to_eight_bits(before, tiny, tokens, tmp_path):
+def test_later_methods_see_ordered_channels_and_round_the_first_groups_to_eight_bits(before, tiny, tokens, tmp_path):
     model, batches = tiny("llama"), tokens(3)
     result = apply(parse_recipe(f"{before}gather, {ROUNDED}{WIDE}"), model, batches)
     for linear in compressed_linears(model).values():
@@ -102,7 +102,7 @@ def test_integers_are_multiplied_by_integers_and_give_what_rounding_says(between
         assert not native.w4a8_runs() or ran["w4a8_matmul"] == {f"cpu {native.matrices() or native.integers()}"}
 
 
-def test_it_mends_four_bits_on_a_model_with_outliers(tiny, tokens, with_outliers):
+def test_gather_lowers_the_error_of_four_bits_on_a_model_with_outliers(tiny, tokens, with_outliers):
     batches, ids = tokens(6), torch.cat(tokens(4, seed=2))
     plain = tiny("llama", initializer_range=0.02)
     model, expected = with_outliers(plain, 20, inside=True), plain(ids).logits
@@ -132,7 +132,7 @@ def test_a_killed_run_goes_on_where_it_was(tiny, tokens, tmp_path, monkeypatch):
     assert torch.equal(again.model(ids).logits, whole.model(ids).logits)
 
 
-def test_what_cannot_go_with_it_says_so(tiny, tokens, tmp_path):
+def test_combinations_with_gather_that_are_impossible_are_refused(tiny, tokens, tmp_path):
     for after in ("rotate", "flatquant", "smoothquant", "awq"):
         with pytest.raises(ValueError, match=f"gather must come after {after}"):
             settle(parse_recipe(f"gather, {after}"))

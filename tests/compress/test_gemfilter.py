@@ -40,7 +40,7 @@ def chosen_tokens(model, monkeypatch, ids: Tensor, layer: int, count: int) -> Te
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2_moe"])
-def test_what_follows_is_as_behind_the_chosen_tokens_alone(tiny, tokens, monkeypatch, architecture):
+def test_later_tokens_are_computed_as_after_the_chosen_tokens_alone(tiny, tokens, monkeypatch, architecture):
     """Also with their positions from 0 on, as the paper has them: rotary attention knows only distances."""
     model, (prompt, more) = tiny(architecture), tokens(2, 40)
     index = chosen_tokens(model, monkeypatch, prompt, 1, 20)
@@ -130,5 +130,5 @@ def test_bad_input_is_refused(tiny):
         GemFilter(pool=4)
     with pytest.raises(ValueError, match="`allocation` .='ada'. of gemfilter must be one of uniform"):
         GemFilter(allocation="ada")
-    with pytest.raises(ValueError, match="needs rotary ones, and GPT2LMHeadModel has none; snapkv would do"):
+    with pytest.raises(ValueError, match="needs rotary ones, and GPT2LMHeadModel has none; snapkv works"):
         attach(tiny("gpt2"), [GemFilter()])

@@ -145,7 +145,7 @@ def test_zeros_of_pruned_weights_stay_zeros(two_of_four, symmetric):
     assert written.kind in (GGML.Q4_0, GGML.Q5_0)  # exactly; Q4_1 would round its offset
 
 
-def test_what_no_type_of_codes_holds_becomes_floats():
+def test_weights_that_fit_no_type_of_codes_become_floats():
     odd = ints(4, True, group_size=16)
     assert grid_of([odd]) is None and encode(odd.dequantize(), None).kind == GGML.F16
     dense: list[Format] = [Dense(torch.randn(4, 32).bfloat16() * 2.0**-20), Dense(torch.full((4, 32), 3.0))]

@@ -112,7 +112,7 @@ def test_blocks_that_return_more_than_a_hidden_state(architecture, tokens):
         assert torch.allclose(tail.logits(i, calls[i].hidden), expected, atol=1e-4 * expected.abs().max().item())
 
 
-def test_what_is_passed_beside_the_hidden_state_is_kept_between_runs(tokens):
+def test_states_passed_beside_the_hidden_state_are_kept_between_runs(tokens):
     """Zaya's routers read the states of the routers before them."""
     model = built("zaya")
     _, blocks = find_blocks(model)
@@ -294,7 +294,7 @@ def folder_of(tmp_path, tokenizer, *, said: bool, head: bool):
 
 @pytest.mark.parametrize("head", [True, False])
 @pytest.mark.parametrize("weights", ["memory", "disk"])
-def test_what_was_loaded_decides_about_the_head(tmp_path, real, tokens, weights, head):
+def test_the_loaded_weights_decide_whether_the_head_is_tied(tmp_path, real, tokens, weights, head):
     """The config says that the head is tied: a file with a head of its own is loaded, planned and saved with it."""
     folder, expected = folder_of(tmp_path, real[1], said=True, head=head)
     ids = tokens(1, 8)[0]
@@ -345,9 +345,9 @@ def test_a_missing_head_is_refused_where_the_config_says_it_is_untied(tmp_path, 
 @pytest.mark.parametrize(
     "architecture, said", [("falcon", "is a FalconLinear"), ("gpt_bigcode", "initialises transformer.h.0")]
 )
-def test_what_transformers_cannot_build_quantised_is_refused_before_the_work(architecture, said):
+def test_models_that_transformers_cannot_build_quantised_are_refused_before_any_work(architecture, said):
     recipe, model = [METHODS["rtn"](bits=4, group_size=32)], built(architecture)
-    with pytest.raises(ValueError, match=f"{said}.*'workbench' or 'gptq' would do"):
+    with pytest.raises(ValueError, match=f"{said}.*'workbench' or 'gptq' works"):
         check_save_format("compressed-tensors", recipe, model)
     check_save_format("compressed-tensors", [METHODS["magnitude"](ratio=0.5)], model)  # weights as they always are
 

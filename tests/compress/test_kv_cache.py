@@ -145,7 +145,7 @@ def test_padding_may_lie_anywhere(tiny, tokens, name):
         if (a == "llama" or n not in LATER) and not METHODS[n].replaces
     ],
 )
-def test_it_attends_like_a_plain_cache_with_rows_taken_out(tiny, tokens, architecture, name):
+def test_a_compressed_cache_attends_like_a_plain_cache_without_the_evicted_rows(tiny, tokens, architecture, name):
     model, (ids, more) = tiny(architecture), tokens(2, 40)
     unmerged = {"merged": "none"} if METHODS[name].merges else {}
     for last in (5, 20):  # by the kernel, and with a mask

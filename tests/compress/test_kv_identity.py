@@ -213,7 +213,7 @@ def test_caches_of_other_models_and_of_interrupted_passes_are_refused(tiny, toke
             ours(ids[:, 20:], past_key_values=cache)
 
 
-def test_what_cannot_be_timed_is_refused(tokens):
+def test_models_whose_caches_cannot_be_timed_are_refused(tokens):
     """Compiled steps read layers of one width, or with a window; methods of learned parts know each layer's width."""
     for kind, reason in (
         ("gemma4_text", "layers that share keys, or that differ in their widths"),

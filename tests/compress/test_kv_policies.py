@@ -209,7 +209,7 @@ def test_an_observing_cache_is_compressed_as_if_the_policy_had_been_there(tiny, 
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_recipes_share_changes_nothing(tiny, padded, name):
+def test_shared_observation_gives_the_same_caches_as_separate_observation(tiny, padded, name):
     """Copies of one observing cache, of several policies and budgets, are those of caches that made one copy alone."""
     model, (ids, mask) = tiny("llama").double(), padded
 

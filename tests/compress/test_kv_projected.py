@@ -101,7 +101,7 @@ def test_the_kernel_and_the_plain_path_read_the_same(found, tokens, ranks, stora
     assert_close(logits[True], logits[False], rtol=1e-3, atol=1e-3)
 
 
-def test_what_is_kept_are_projections_and_their_codes():
+def test_the_cache_keeps_projections_and_their_codes():
     """Written out with matrices; heads that keep different numbers have components of their own."""
     torch.manual_seed(0)
     k, v = torch.randn(2, 1, 2, 100, 16)

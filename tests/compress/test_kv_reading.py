@@ -218,7 +218,7 @@ def test_rows_are_reordered_and_caches_copied(tiny, padded, name):
         assert cache.nbytes > sum(x.nbytes for layer in cache.own for x in joined(layer.slabs)[:2]) or name != "quest"
 
 
-def test_what_cannot_be_combined_says_so(tiny):
+def test_impossible_combinations_of_readings_are_refused(tiny):
     model = tiny("llama")
     for methods, message in (
         ([METHODS["quest"](), METHODS["tidaldecode"]()], "both decide which positions are read"),

@@ -178,7 +178,7 @@ def test_chunks_are_kept_in_a_folder(tiny, tmp_path, monkeypatch):
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors"}
 
 
-def test_what_cannot_be_blended_is_refused(tiny):
+def test_impossible_arguments_of_blend_are_refused(tiny):
     model = tiny("llama")
     prefix, a, question = texts(1, 10, 3)
     store = ChunkStore(model, prefix)

@@ -94,7 +94,7 @@ def test_the_kernel_and_the_plain_path_read_the_same(tiny, tokens, bits):
     assert_close(found[True], found[False], **NEAR)
 
 
-def test_what_attention_reads_are_keys_rounded_in_the_rotated_basis(tiny, tokens):
+def test_attention_reads_keys_rounded_in_the_rotated_basis(tiny, tokens):
     """Written out with matrices, from the exact keys of a plain cache."""
     model, ids, plain = tiny("llama"), tokens(1, 70)[0], DynamicCache()
     model(ids, past_key_values=plain)

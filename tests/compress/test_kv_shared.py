@@ -78,7 +78,7 @@ def test_at_full_rank_nothing_changes(tiny, padded, full_rank, architecture, gro
                  in_steps(model, [], *padded), **NEAR)  # fmt: skip
 
 
-def test_what_is_kept_is_one_basis_for_the_group_written_out(tiny, tokens):
+def test_the_cache_keeps_one_basis_for_a_group_of_layers(tiny, tokens):
     """By torch's own decomposition of what the projections give, before RoPE."""
     model, ids, rows = tiny("llama"), tokens(1, 60)[0], {"k_proj": [], "v_proj": []}
     hooks = [getattr(layer.self_attn, name).register_forward_hook(lambda m, a, out, to=to: to.append(out[0]))

@@ -115,7 +115,7 @@ def test_an_observing_cache_is_compressed_as_if_the_policy_had_been_there(traine
             assert_close(joined(a.slabs), joined(b.slabs), rtol=1e-4, atol=1e-4)
 
 
-def test_it_composes_and_attaches_by_a_recipe(trained, padded):
+def test_kvzap_composes_with_storage_and_reading_in_a_recipe(trained, padded):
     model, kvzap = trained()
     apply([kvzap, METHODS["kv_int"](), METHODS["quest"](full_layers=0)], model)
     cache = model(padded[0], use_cache=True).past_key_values

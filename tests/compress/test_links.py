@@ -127,7 +127,7 @@ def test_a_norm_that_the_residual_reads_too_is_refused(tiny):
     assert all("block's input itself" in reasons[f"self_attn.{x}_proj"] for x in "qkv")
 
 
-def test_what_cannot_be_scaled_alone_is_refused(tiny, tokens):
+def test_inputs_with_other_readers_are_not_scaled(tiny, tokens):
     class Leaking(nn.Module):
         def __init__(self, mlp):
             super().__init__()

@@ -136,7 +136,7 @@ def test_an_observing_cache_is_compressed_as_if_the_policy_had_been_there(traine
             assert all(torch.equal(p, q) for p, q in zip(x, y, strict=True))
 
 
-def test_it_composes_and_refuses_what_is_not_its_own(trained, tiny, tokens, padded, tmp_path):
+def test_locret_composes_and_refuses_networks_of_others(trained, tiny, tokens, padded, tmp_path):
     model, locret = trained()
     other, kvzap = tmp_path / "kvzap.safetensors", tiny("llama")
     train_kvzap(kvzap, tokens(3, 40), other, epochs=1)

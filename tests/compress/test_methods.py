@@ -139,7 +139,7 @@ def test_two_runs_give_the_same(name, tiny, tokens):
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_what_is_stored_is_known_before(name, tiny, tokens):
+def test_stored_formats_are_predicted(name, tiny, tokens):
     *before, method = recipe_of(name, **EXACT.get(name, {}))
     model = apply([*before, method], tiny("llama"), tokens()).model
     for linear in compressed_linears(model).values():

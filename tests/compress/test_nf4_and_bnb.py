@@ -241,7 +241,7 @@ def test_without_bitsandbytes_the_rest_works_and_its_methods_say_so(monkeypatch,
             apply([method], tiny("llama"))
 
 
-def test_what_cannot_be_asked_says_so_before_any_work(tiny):
+def test_bad_knobs_are_refused_before_any_work(tiny):
     with pytest.raises(ValueError, match=r"`blocksize` \(=48\) of bnb_nf4 must be one of 32, 64"):
         BitsandbytesNF4(blocksize=48)
     with pytest.raises(ValueError, match=r"`table` \(='int4'\) of nf4 must be one of nf4, fp4"):

@@ -57,7 +57,7 @@ def test_folders_of_transformers_are_read_as_it_reads_them(any_model, tokens, tm
             load_on_disk(tmp_path, dtype, home="cpu")
         return
     if any_model.config.model_type == "gpt_oss":
-        with pytest.raises(ValueError, match="keeps model.layers.0.* in float32; dtype='float32' would do"):
+        with pytest.raises(ValueError, match="keeps model.layers.0.* in float32; dtype='float32' works"):
             load_on_disk(tmp_path, torch.float16, home="cpu")
     on_disk = load_on_disk(tmp_path, dtype, home="cpu").eval()
     assert on_disk.dtype == dtype
@@ -264,7 +264,7 @@ def test_a_block_that_reads_differently_is_named_and_nothing_is_saved(tiny, toke
 
 def test_formats_that_are_written_from_memory_are_refused(tiny, tokens, tmp_path):
     result = apply(parse_recipe(GPTQ), put_on_disk(tiny("llama")), tokens())
-    with pytest.raises(ValueError, match=r"`save_format` \(='gguf'\) is written from memory.*'workbench' would do"):
+    with pytest.raises(ValueError, match=r"`save_format` \(='gguf'\) is written from memory.*'workbench' works"):
         save_compressed(result, tmp_path / "saved", save_format="gguf")
 
 

@@ -200,7 +200,7 @@ def test_a_number_of_processes_that_makes_no_sense(given, message, tiny, tokens)
         apply([METHODS["rtn"](group_size=16)], tiny("llama"), tokens(), **given)
 
 
-def test_what_cannot_be_sent_to_another_process(tiny, tokens, monkeypatch):
+def test_models_and_classes_that_other_processes_cannot_load_are_refused(tiny, tokens, monkeypatch):
     method = METHODS["rtn"](group_size=16)
     with pytest.raises(ValueError, match="`processes` .*=2.* lie on disk.*torchrun"):
         apply([method], put_on_disk(tiny("llama")), tokens(), processes=2)
@@ -249,7 +249,7 @@ def test_statistics_of_slices_are_added_in_order(ranks):
     assert torch.equal(expected.values["absmax_rest"], X[~picked].abs().amax(0)), "of tokens that are not in the sample"
 
 
-def test_what_is_held_does_not_grow_with_the_slices():
+def test_memory_of_a_collector_does_not_grow_with_the_number_of_slices():
     collector = Collector("x", ["gram"], 8, torch.device("cpu"))
     for place in places([torch.zeros(1, 4)] * 32):
         collector.update(torch.ones(1, 4, 8), place)

@@ -51,7 +51,7 @@ def test_correction_lowers_the_error_of_the_output():
     assert (stored.dequantize() != expected.float()).float().mean() < 0.01
 
 
-def test_what_is_stored():
+def test_stored_bytes_and_values_of_a_ternary_weight():
     W, _ = correlated(rows=7, columns=33)
     stored = qmoe(W, None)
     assert stored.nbytes == 2 * len(stored.codes) + 7 * (2 + 2 + 2)

@@ -53,7 +53,7 @@ def test_less_error_than_gptq_on_a_table(bits):
     assert loss(W, stored, H) < 0.9 * loss(W, grid, H) and loss(W, stored, H) < 0.8 * loss(W, plain, H)
 
 
-def test_what_is_stored():
+def test_stored_bytes_and_values_of_trellis_codes():
     W, _ = correlated(rows=100)
     W[3] = 0
     signs = signs_for(80, 0)

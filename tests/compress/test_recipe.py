@@ -141,7 +141,7 @@ def test_a_method_of_the_cache_in_every_form(form):
         ([], r"`recipe` \(=\[\]\) must hold at least one method"),
     ],
 )
-def test_what_is_no_recipe_in_any_form(form, message):
+def test_arguments_that_are_no_recipe_are_refused(form, message):
     for call in (apply, lambda form, model: apply_each({"one": form}, model)):
         with pytest.raises(ValueError, match=message):
             call(form, tiny_model("llama"))
@@ -195,7 +195,7 @@ def test_errors_are_measured_from_the_first_step_to_the_last(tiny, tokens):
     assert record.error > 0.2, "halving alone is an error of a quarter"
 
 
-def test_what_cannot_stand_between_others_is_refused_before_any_work(tiny, tokens):
+def test_methods_in_an_impossible_order_are_refused_before_any_work(tiny, tokens):
     model = tiny("llama")
     with pytest.raises(ValueError, match="`halved` must be the last"):
         apply([Halved(), METHODS["rtn"]()], model, tokens())

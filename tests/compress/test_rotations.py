@@ -194,7 +194,7 @@ def test_knobs_that_contradict_each_other(knobs, said):
         ROTATE(**knobs)
 
 
-def test_what_cannot_be_is_said_before_any_work(tiny, tokens, tmp_path):
+def test_impossible_rotations_are_refused_before_any_work(tiny, tokens, tmp_path):
     model = tiny("llama")
     with pytest.raises(ValueError, match="`calibrate` \\(='once'\\)"):
         apply([ROTATE(), METHODS["rtn"](group_size=16)], model, tokens(), calibrate="once")

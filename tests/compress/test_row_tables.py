@@ -75,7 +75,7 @@ def test_upper_bits_are_the_codes_of_fewer_bits():
         stored.at(5)
 
 
-def test_what_is_stored_apart():
+def test_outliers_are_the_requested_shares_of_the_entries():
     W, F = rows_and_importance(8, 50)
     apart = outlying(W, F, 0.02, 0.05)
     assert apart.sum() == entry_count(0.02, W.shape) + entry_count(0.05, W.shape)

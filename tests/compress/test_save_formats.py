@@ -174,7 +174,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("kind", ARGUMENTS)
-def test_what_compressed_tensors_writes_is_read(tiny, tokens, tmp_path, kind):
+def test_checkpoints_written_by_compressed_tensors_are_read(tiny, tokens, tmp_path, kind):
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
     from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
@@ -235,7 +235,7 @@ def test_load_model_takes_such_folders(tmp_path, save_format):
     assert again.dtype == torch.bfloat16
     same_codes(model, again)
     assert shape_of(skeleton(str(path)).model.layers[1].mlp.up_proj) == (128, 64), "a plan needs no weights"
-    with pytest.raises(ValueError, match="weights='memory' would do"):
+    with pytest.raises(ValueError, match="weights='memory' works"):
         load_model(str(path), weights="disk")
 
 
@@ -247,7 +247,7 @@ def test_load_model_takes_such_folders(tmp_path, save_format):
         ({"transform_config": {"u": 1}}, "has a transform_config"),
     ],
 )
-def test_what_cannot_be_read_is_refused(tiny, tmp_path, change, said):
+def test_unreadable_checkpoints_are_refused(tiny, tmp_path, change, said):
     path = save_compressed(
         apply([METHODS["rtn"](group_size=16)], tiny("llama")), tmp_path / "out", save_format="compressed-tensors"
     )
@@ -342,7 +342,7 @@ def test_a_wrong_weight_is_named(tiny, tmp_path, monkeypatch, save_format):
         ([METHODS["layer_drop"](count=1)], "was dropped, and other libraries build every block"),
     ],
 )
-def test_what_has_no_place_is_refused(tiny, recipe, said):
+def test_recipes_that_the_format_cannot_hold_are_refused(tiny, recipe, said):
     with pytest.raises(ValueError, match=said):
         check_save_format("compressed-tensors", recipe, tiny("llama", hidden_size=128))
 

@@ -49,7 +49,7 @@ BEFORE_AND_AFTER = [
 
 
 @pytest.mark.parametrize("before, after", BEFORE_AND_AFTER)
-def test_what_is_compressed_further(before, after, folder):
+def test_saved_models_can_be_compressed_further(before, after, folder):
     """As one recipe of both gives it, where both fit into one."""
     path, first = folder(before)
     methods = parse_recipe(after)
@@ -94,7 +94,7 @@ def test_what_is_compressed_further(before, after, folder):
         ),
     ],
 )
-def test_what_is_not_is_refused_at_plan_and_before_work(before, after, said, folder):
+def test_methods_that_need_original_weights_are_refused_at_plan_and_before_work(before, after, said, folder):
     path, _ = folder(before)
     with pytest.raises(ValueError, match=said):
         for method in settle(parse_recipe(after)):

@@ -122,7 +122,7 @@ def test_names_and_weights_are_those_that_transformers_writes(tmp_path, family, 
         ([METHODS["layer_drop"](count=1, target="block")], ""),  # its experts stay fused
     ],
 )
-def test_what_only_vllm_reads_is_said(tokens, tmp_path, recipe, unread):
+def test_experts_that_only_vllm_reads_are_named(tokens, tmp_path, recipe, unread):
     wide = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
     model = in_family("mixtral", **wide)
     check_save_format("compressed-tensors", recipe, model)
@@ -156,7 +156,7 @@ def test_several_schemes_name_the_experts_by_one_pattern(tmp_path):
         ("mixtral", [METHODS["rtn"](bits=4, group_size=16, symmetric=False)], "48 rows of each .* no multiple of 32"),
     ],
 )
-def test_what_no_reader_takes_is_refused_before_any_work(family, recipe, said):
+def test_experts_that_no_reader_takes_are_refused_before_any_work(family, recipe, said):
     model = in_family(family, intermediate_size=48)
     before = model.state_dict().keys()
     with pytest.raises(ValueError, match=said):

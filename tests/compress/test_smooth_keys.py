@@ -179,7 +179,7 @@ def test_the_whole_recipe_is_saved_and_loaded(tiny, tokens, tmp_path):
     assert torch.equal(*(logits_through_cache(one, ids, piece=8) for one in (model, loaded)))
 
 
-def test_what_cannot_be_is_said_before_any_work(tiny, tokens):
+def test_models_that_cannot_be_smoothed_are_refused_before_any_work(tiny, tokens):
     with pytest.raises(ValueError, match="smooth_keys could scale.*one linear may give both"):
         apply([SMOOTH()], tiny("gpt2"), tokens())
     model = tiny("llama")

@@ -115,7 +115,7 @@ def test_a_correction_meets_inputs_before_they_are_rounded(tiny, tokens):
     assert model(ids).logits.isfinite().all() and result.layers[0].format == "int_group+low_rank"
 
 
-def test_what_is_stored_is_known_before_and_what_cannot_be_is_refused(tiny, tokens):
+def test_stored_formats_are_predicted_and_impossible_recipes_refused(tiny, tokens):
     model = tiny("llama")
     recipe = parse_recipe("svdquant(rank=4), gptq(bits=4, group_size=16, min_tokens=8)")
     specs, _ = linears_to_be(settle(recipe), model)

@@ -37,7 +37,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_trained_is_what_is_stored(name):
+def test_the_trainable_view_equals_the_stored_weight(name):
     stored = FORMATS[name]
     original = stored.dequantize() + 0.02 * torch.randn(stored.shape)
     view = stored.trainable(original)
@@ -148,7 +148,7 @@ def test_killed_and_started_again(tiny, tokens, tmp_path, monkeypatch):
 
 
 def test_refused_where_nothing_is_stored_before():
-    with pytest.raises(ValueError, match="a weight quantiser before it would do"):
+    with pytest.raises(ValueError, match="a weight quantiser before it works"):
         settle(parse_recipe("tune"))
     with pytest.raises(ValueError, match="cannot follow"):
         settle(parse_recipe("rtn, tune, nf4"))

@@ -193,12 +193,12 @@ def test_kept_codes_reach_minus_128_and_scales_below_0():
 @pytest.mark.parametrize(
     "recipe, message",
     [
-        ("gptq(bits=4), int8", r"gptq\(bits=8, group_size=-1, symmetric=True\) would do"),
+        ("gptq(bits=4), int8", r"gptq\(bits=8, group_size=-1, symmetric=True\) works"),
         (
             "gptq(bits=8), int8",
-            r"not those of gptq\(bits=8, group_size=64\): gptq\(bits=8, group_size=-1, symmetric=True\) would do",
+            r"not those of gptq\(bits=8, group_size=64\): gptq\(bits=8, group_size=-1, symmetric=True\) works",
         ),
-        ("rtn(bits=8, group_size=-1, symmetric=False), int8", r"rtn\(bits=8, group_size=-1, symmetric=True\) would do"),
+        ("rtn(bits=8, group_size=-1, symmetric=False), int8", r"rtn\(bits=8, group_size=-1, symmetric=True\) works"),
         (
             "gptq(bits=8, group_size=-1), int8(weights='block')",
             r"`weights` \(='block'\) of int8 .* weights='channel' does",
@@ -335,7 +335,7 @@ def test_compiled_decoding_gives_the_same(tiny, tokens):
     assert torch.allclose(found[0], expected[0], atol=1e-4)
 
 
-def test_what_this_device_lacks_is_said(monkeypatch):
+def test_missing_float8_hardware_is_remarked(monkeypatch):
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert "emulated" in METHODS["fp8"]().remarks(cpu)[0]
     for capability, remarks in (((8, 0), 1), ((8, 9), 0), ((9, 0), 0)):

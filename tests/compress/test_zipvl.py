@@ -174,7 +174,7 @@ def test_an_observing_cache_is_divided_as_if_it_had_always_been(tiny, tokens):
         assert written.shape == (2, 86)
 
 
-def test_it_composes_with_projections_alone_and_is_saved(tiny, tokens, tmp_path):
+def test_zipvl_composes_with_projections_only_and_is_saved(tiny, tokens, tmp_path):
     model, zipvl, ids = tiny("llama"), ZIPVL(**SMALL), tokens(1, 60)[0]
     for other in (METHODS["snapkv"](), METHODS["quest"]()):
         for recipe in ([other, zipvl], [zipvl, other]):

@@ -163,7 +163,7 @@ def test_six_metrics_of_every_model(tiny, timed, monkeypatch):
     assert json.loads(json.dumps(found.found())) == found.found()
 
 
-def test_what_cannot_be_measured_is_no_number_and_says_why(tiny, tmp_path):
+def test_unmeasurable_metrics_are_none_with_a_reason(tiny, tmp_path):
     found = measure_efficiency(
         {"baseline": tiny("llama")}, prompt_tokens=4, new_tokens=2, rounds=1, seconds=0.01, powercap=tmp_path
     )

@@ -278,7 +278,7 @@ def test_means_and_their_standard_errors_by_hand(written):
     assert written.rows()[3]["length_stderr"] is None, "one prompt has no spread"
 
 
-def test_what_the_record_and_the_file_keep(written, tmp_path):
+def test_texts_in_the_record_and_in_its_file(written, tmp_path):
     found = written.found()
     assert json.loads(json.dumps(found, allow_nan=False)) == found and found["file"] is None, (
         "no link to what is not there"
@@ -329,7 +329,7 @@ def test_dtypes_are_each_models_own(endless, tokenizer):
         ),
     ],
 )
-def test_what_cannot_be_written_is_said_before(endless, tokenizer, asked, message, monkeypatch):
+def test_bad_arguments_of_generation_are_refused_before_any_work(endless, tokenizer, asked, message, monkeypatch):
     model = endless()
     monkeypatch.setattr(model, "generate", None)
     with pytest.raises(ValueError, match=message):

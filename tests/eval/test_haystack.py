@@ -168,7 +168,7 @@ def test_tokenizers_that_put_a_space_before_every_text(stories):
                 assert tokenizer(tokenizer.decode(whole), add_special_tokens=False).input_ids == whole.tolist()
 
 
-def test_what_is_refused_says_what_would_do(tokenizer, draw):
+def test_bad_arguments_of_contexts_are_refused_with_the_allowed_values(tokenizer, draw):
     with pytest.raises(ValueError, match=r"`task` \(='words'\) must be one of word, number"):
         draw("words")
     for depths in ([0.5, 1.1], [-0.1], []):
@@ -188,7 +188,7 @@ def test_what_is_refused_says_what_would_do(tokenizer, draw):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_length_too_small_names_one_that_does(draw, task):
-    with pytest.raises(ValueError, match=r"`length` \(=24\) is too small for .* would do") as refusal:
+    with pytest.raises(ValueError, match=r"`length` \(=24\) is too small for .* works") as refusal:
         draw(task, length=24, beginning=[1, 2])
-    enough = int(re.search(r"(\d+) would do", str(refusal.value)).group(1))
+    enough = int(re.search(r"(\d+) works", str(refusal.value)).group(1))
     assert all(len(s.context) <= enough for s in draw(task, length=enough, beginning=[1, 2]))

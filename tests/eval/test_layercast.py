@@ -112,7 +112,7 @@ def test_embeddings_that_are_scaled_are_scaled_in_float32(tiny, tokens):
     assert torch.equal(layercast(model)(ids).logits, deployed(model).float()(ids).logits)
 
 
-def test_what_a_layer_holds_in_float32_is_one_module(tiny, tokens):
+def test_one_module_at_a_time_is_held_in_float32(tiny, tokens):
     """While a linear runs, no other one is wide."""
     cast = layercast(tiny("llama"))
     wide = []

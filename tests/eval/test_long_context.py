@@ -99,7 +99,7 @@ def test_caches_asked_together_answer_as_each_alone(sample, monkeypatch):
             assert together.survival[name] == alone.survival[name] and together.kept[name] == alone.kept[name]
 
 
-def test_what_is_evicted_shows(sample):
+def test_evicted_positions_change_the_scores(sample):
     model, one = sample
     found = scored(model, [one, one], variants={"half": lambda cache: cache.compressed(STREAMING(budget=20, sinks=4))})
     made = found.found()
@@ -254,7 +254,7 @@ def test_the_native_step_is_timed_where_it_knows_the_model(tiny, architecture):
 
 
 @pytest.mark.slow
-def test_it_compiles(tiny):
+def test_decoding_of_contexts_compiles_to_one_graph(tiny):
     """One graph for every context."""
     model = decoder(tiny("llama", max_position_embeddings=2048))
     torch._dynamo.reset()

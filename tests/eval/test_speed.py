@@ -47,7 +47,7 @@ COMPILED = [pytest.param(a, True, marks=pytest.mark.slow) for a in ("llama", "qw
 @pytest.mark.parametrize(
     "architecture, compiled", [*((a, False) for a in ("llama", "qwen2", "gpt2", "gemma3_text")), *COMPILED]
 )
-def test_what_is_timed_writes_what_plain_passes_write(tiny, written, monkeypatch, architecture, compiled, own):
+def test_timed_models_write_the_tokens_of_plain_passes(tiny, written, monkeypatch, architecture, compiled, own):
     """The static cache, the fast attention and the compiler must not change a token."""
     if compiled and (architecture, own) not in (("llama", True), ("gemma3_text", False)):
         pytest.skip("one compile of each kind of attention is enough")

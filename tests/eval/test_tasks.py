@@ -290,7 +290,7 @@ def test_where_less_is_better_recovery_is_the_inverse():
     assert found["difference"] == pytest.approx(0.25) and found["right_to_wrong"] is None and found["mcnemar_p"] is None
 
 
-def test_what_has_no_value_is_none():
+def test_undefined_comparisons_are_none():
     found = compare([0, 0, 0, 0], [1, 0, 0, 1])
     assert found["recovery"] is None and found["recovery_low"] is None and found["difference"] == 0.5
     json.dumps(compare([0, 1], [1, math.nan]), allow_nan=False)
@@ -326,7 +326,7 @@ def test_other_settings_are_asked_anew(folder, letters, tiny, tmp_path, change, 
 
 
 @pytest.mark.parametrize("changed", ("data", "task", "dtype", "tokenizer", "machine", "broken"))
-def test_what_changed_is_asked_anew(folder, letters, tiny, tmp_path, changed, monkeypatch):
+def test_changed_settings_invalidate_kept_answers(folder, letters, tiny, tmp_path, changed, monkeypatch):
     model, kept = tiny("llama"), tmp_path / "kept"
     ask = {"task_path": str(folder), "cache_path": kept, "limit": 3}
     answer_tasks({"baseline": model}, letters, ["choice"], **ask)
@@ -369,7 +369,7 @@ def test_a_killed_run_goes_on_where_it_was(folder, letters, tiny, tmp_path, monk
     assert found.metrics == answer_tasks(models, letters, ["choice", "reading"], task_path=str(folder), limit=4).metrics
 
 
-def test_what_a_model_answers_by_is_in_its_hash(tiny, tokens):
+def test_the_hash_of_a_model_covers_all_that_changes_its_answers(tiny, tokens):
     model = tiny("llama")
     own = model_sha256(model)
     assert own == model_sha256(tiny("llama")) and own != model_sha256(tiny("llama", seed=1))
@@ -509,7 +509,7 @@ def scores(folder, letters, tiny):
     return dataclasses.replace(_answered[0])
 
 
-def test_what_turned_is_found_by_question(scores):
+def test_flipped_answers_are_listed_by_question(scores):
     found = json.loads(json.dumps(scores.found(), allow_nan=False))
     assert {row["task"]: row["metric"] for row in found["rows"]} == {
         "choice": "acc_norm",
@@ -644,7 +644,7 @@ def refused(tasks, message: str, **more) -> None:
         check_tasks(tasks, **more)
 
 
-def test_what_cannot_be_answered_is_said_before_any_work(folder, monkeypatch):
+def test_bad_arguments_of_tasks_are_refused_before_any_work(folder, monkeypatch):
     path = str(folder)
     check_tasks(["choice", "both"], task_path=path, limit=1, num_fewshot=0, batch_size=8)
     for tasks in ("choice", [], [""], [3]):

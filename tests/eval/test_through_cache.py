@@ -26,7 +26,7 @@ def test_a_cache_that_keeps_all_changes_nothing(any_model, tokens):
         logits_through_cache(any_model, ids)
 
 
-def test_what_was_evicted_is_not_seen(tiny, tokens):
+def test_evicted_positions_are_not_seen(tiny, tokens):
     """Against a plain pass under a mask: the first four positions of a prompt and the last of it stay."""
     model, ids, prefix = tiny("llama"), tokens(1, 70)[0], 60
     with attached(model, [METHODS["streaming"](budget=0.25, sinks=4)]):

@@ -68,7 +68,7 @@ def test_generate_beams_and_copies(tiny):
         assert ours.shape == (1, 18) and torch.equal(ours, copied.generate(ids, num_beams=beams, **how))
 
 
-def test_what_is_not_known_is_said(tiny):
+def test_unknown_models_are_not_accelerated_with_a_warning(tiny):
     with pytest.warns(UserWarning, match="not accelerated"):
         model = accelerate(tiny("gpt2"))
     assert not hasattr(model, "acceleration")
@@ -78,7 +78,7 @@ def test_what_is_not_known_is_said(tiny):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("isa", native.ISAS)
-def test_what_lies_between_products(isa, dtype):
+def test_operations_between_products_agree_with_torch(isa, dtype):
     if not native.runs(isa):
         pytest.skip(f"no {isa} here")
     torch.manual_seed(1)
@@ -269,7 +269,7 @@ def lookalike(architecture: str) -> torch.nn.Module:
 
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", LOOKALIKES)
-def test_what_only_looks_like_a_llama_is_left_alone(architecture):
+def test_models_that_only_resemble_a_llama_are_not_accelerated(architecture):
     """Layers are compared one by one: the logits of so few tokens hardly differ."""
     model, reason = lookalike(architecture), LOOKALIKES[architecture][1]
     attention = model.config._attn_implementation

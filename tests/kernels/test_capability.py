@@ -1,4 +1,4 @@
-"""GPUs that lack something: refused by name, with what would do, before anything is launched."""
+"""GPUs that lack something: refused by name, with what works, before anything is launched."""
 
 import ast
 from contextlib import nullcontext
@@ -68,7 +68,7 @@ def test_float8_goes_where_it_is_and_int8_everywhere_else(gpu):
     if able:
         assert choose(x, w8(torch.float8_e4m3fn), "triton") == "triton"
         return
-    with pytest.raises(ValueError, match="'reference' would do, or int8") as error:
+    with pytest.raises(ValueError, match="'reference' works, or int8") as error:
         choose(x, w8(torch.float8_e4m3fn), "triton")
     assert GPUS[gpu].name in str(error.value) and "float8 need 8.9" in str(error.value)
 
@@ -84,10 +84,10 @@ def test_caches_in_float8_are_read_where_it_is(gpu):
     with pytest.raises(ValueError, match="need 8|needs a GPU") as error:
         choose(q, cache, "triton")
     assert GPUS[gpu].name in str(error.value)
-    assert gpu == "T4" or "'reference' would do, or a cache of integers in 8 bits" in str(error.value)
+    assert gpu == "T4" or "'reference' works, or a cache of integers in 8 bits" in str(error.value)
 
 
-def test_what_is_too_old_is_named(gpu):
+def test_gpus_that_are_too_old_are_named(gpu):
     """By every op whose choice can be asked without a tensor on a GPU."""
     x = Tensor(4, 64)
     asked = {

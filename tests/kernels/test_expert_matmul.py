@@ -30,7 +30,7 @@ def test_each_token_meets_its_own_expert(symmetric):
         assert view.codes.untyped_storage().data_ptr() == w.codes.untyped_storage().data_ptr()
 
 
-def test_what_does_not_fit_is_refused():
+def test_tensors_of_wrong_shapes_are_refused():
     w, ends = stacked(weights()), torch.tensor([1, 2, 3], dtype=torch.int32)
     for x, weight, until, impl, said in (
         (torch.randn(3, 60), w, ends, "auto", "in_features"),

@@ -34,7 +34,7 @@ def test_linux_says_that_they_are_huge():
     assert huge >= x.nbytes - 2 * PAGE
 
 
-def test_what_has_no_memory_of_its_own_is_left_alone(monkeypatch):
+def test_tensors_without_memory_of_their_own_are_not_moved(monkeypatch):
     asked = []
 
     class Libc:

@@ -215,7 +215,7 @@ def test_inputs_as_integers_are_as_good_as_floats(bits, group_size, tokens):
 
 
 @needs_vnni
-def test_what_integers_cannot_do_is_left_to_floats():
+def test_tables_without_integers_are_multiplied_as_floats():
     laid = pack_codebook(torch.randint(16, (32, 64)), NF4, torch.rand(32, 2), group_size=32)
     laid = codebook_panels(laid)
     arguments = (torch.randn(native.FEW, 64).bfloat16(), laid.codes, laid.scale, laid.table, None, 32)

@@ -130,7 +130,7 @@ def test_a_tile_that_is_not_waited_for_is_found(monkeypatch):
     assert not relative_rms(y, x.double() @ W.t()) < 0.02
 
 
-def test_what_it_takes_and_when_it_is_tried():
+def test_overlapped_weights_and_when_tuning_tries_it():
     w, _ = weight(64, 256, 128, True)
     assert hopper.fits(w, BF16) and hopper.fits(w, FP16) and not hopper.takes(w), "on a CPU"
     for other in ({"bits": 3}, {"group_size": 32}, {"scale": w.scale.float()}, {"table": torch.zeros(16)}):

@@ -130,7 +130,7 @@ def test_of_equal_scores_those_in_front_are_read():
         assert found.indices[0, 0, :pages].tolist() == expected and int(found.lengths) == pages
 
 
-def test_what_does_not_fit_says_so():
+def test_arguments_of_wrong_shapes_are_refused():
     q, edges, one = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 5, 16), torch.ones(1, 2, dtype=torch.int64)
     more = {"page": 4, "pages": one, "most": 1}
     for given, of, message in (

@@ -40,7 +40,7 @@ def skip_without_kernel(impl):
         (1, 2, 1, 1100, 80, 48),
     ],
 )
-def test_it_is_attention(impl, shape):
+def test_prompt_attention_agrees_with_float64(impl, shape):
     """With one to three blocks of keys, tiles that are not full, widths that fill no vector, and heads that share."""
     skip_without_kernel(impl)
     q, k, v = made(*shape)
@@ -82,7 +82,7 @@ def test_nothing_to_attend_to():
     assert prompt_attention(q, k, v).shape == (2, 0, 4, 8)
 
 
-def test_what_does_not_fit_is_refused():
+def test_tensors_of_wrong_shapes_are_refused():
     q, k, v = made(1, 4, 2, 5, 16, 8)
     for wrong, message in [
         ((q[0], k, v), "four dimensions"),
@@ -94,12 +94,12 @@ def test_what_does_not_fit_is_refused():
             prompt_attention(*wrong)
     with pytest.raises(ValueError, match="`impl` \\(='flash'\\) must be one of"):
         prompt_attention(q, k, v, impl="flash")
-    with pytest.raises(ValueError, match="'rows' would do"):
+    with pytest.raises(ValueError, match="'rows' works"):
         prompt_attention(q.float(), k.float(), v.float(), impl="cpu")
 
 
 @pytest.mark.parametrize("impl", WAYS)
-def test_it_passes_opcheck(impl):
+def test_prompt_attention_passes_opcheck(impl):
     skip_without_kernel(impl)
     q, k, v = made(2, 4, 2, 70, 16, 24)
     if impl == "cpu":

@@ -15,7 +15,7 @@ from kernels.lut_matmul import NF4, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
 from kernels.step import Attention, DecodeStep, InputChange, Norm, Products, Program, Weight
 from kernels.step.lent import Lent
-from kernels.step.program import Handed
+from kernels.step.program import CacheAttention
 from kernels.step.reference import decode_step
 from kernels.trellis_matmul import UNIT, Trellis, length_for
 from kernels.w8a8_matmul import W8
@@ -187,7 +187,7 @@ def stopping(program: Program) -> Program:
     """The program, which hands over in the place of every attention."""
 
     def handed(a):
-        return Handed(a.reads, a.heads, a.kv_heads, a.channels, a.scale, a.softcap, a.query_norm, a.key_norm)
+        return CacheAttention(a.reads, a.heads, a.kv_heads, a.channels, a.scale, a.softcap, a.query_norm, a.key_norm)
 
     parts = (handed(one) if isinstance(one, Attention) else one for one in program.instructions)
     return dataclasses.replace(program, instructions=tuple(parts))
@@ -227,7 +227,7 @@ def test_a_step_reads_and_fills_tensors_that_are_lent(isa, dtype, together, toke
         assert not torch.equal(a.keys[:, :, 301], a.keys[:, :, 300])
 
 
-def test_what_cannot_be_run_is_refused():
+def test_programs_that_cannot_run_are_refused():
     program = decoder({}, torch.bfloat16, position=7)
     with pytest.raises(ValueError, match="float32"):
         DecodeStep(program, torch.float32)

@@ -86,7 +86,7 @@ def test_a_wrong_block_is_found_and_the_models_own_code_runs(tiny, monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", LOOKALIKES)
-def test_what_only_looks_like_a_llama_is_not_fused(architecture):
+def test_models_that_only_resemble_a_llama_are_not_fused(architecture):
     """Such as a model that scales its queries from position 64 on."""
     assert re.search(LOOKALIKES[architecture][1], Graphs(lookalike(architecture)).why_not_fused)
 
@@ -167,7 +167,7 @@ def test_a_graph_that_cannot_grow_hands_over_to_the_model(tiny, tokens, monkeypa
     assert torch.equal(fast.generate(ids, **many).sequences, expected.sequences) and not fast.acceleration.why_not
 
 
-def test_what_a_graph_would_leave_out_is_left_to_the_model(tiny, tokens):
+def test_models_with_hooks_or_modes_run_without_a_graph(tiny, tokens):
     """Hooks run for every token, whenever they were registered; nor does a graph know modes."""
     model, ids, calls = tiny("llama"), tokens(1, 9)[0], []
     GraphAcceleration(model).take_over()

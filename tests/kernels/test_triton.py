@@ -159,7 +159,7 @@ def test_regressions_are_told():
 
 @needs_triton
 @outside
-def test_what_another_gpu_lacks_is_told():
+def test_kernels_that_another_gpu_cannot_run_are_named():
     every = shipped(("w8a8_matmul", "hadamard"))
     assert "fp8e4nv" in aot.why_not(every["w8a8_matmul fp8 quantize by 128 bf16"], 80)
     assert aot.why_not(every["w8a8_matmul int8 quantize by 128 bf16"], 80) is None

@@ -187,7 +187,7 @@ def expecting(**calls):
 
 
 @pytest.mark.parametrize("time_red", [False, True])
-def test_what_is_wrong_at_the_timed_shape_is_not_timed_or_marked(ops, tmp_path, time_red):
+def test_contestants_wrong_at_the_timed_shape_are_not_timed_or_are_marked(ops, tmp_path, time_red):
     ops(
         a=op(
             "a",
@@ -243,7 +243,7 @@ def test_the_contests_of_every_op_say_what_is_right():
             assert verify(c, CPU) == OpVerdict({}, ()), c
 
 
-def test_what_is_asked_for_reaches_the_op(ops, tmp_path):
+def test_requested_shapes_reach_the_op(ops, tmp_path):
     def contests(device, toy, asked):
         for shape in asked.shapes:
             for tokens in asked.tokens:
@@ -292,7 +292,7 @@ def test_goals_in_microseconds_are_those_of_one_gpu(monkeypatch):
     assert trial.goals_here(goal, torch.device("cuda")) is goal is trial.goals_here(goal, CPU)
 
 
-def test_what_the_budget_leaves_out_is_told_and_taken_up_again(monkeypatch, log):
+def test_contests_beyond_the_budget_are_named_and_resumed(monkeypatch, log):
     monkeypatch.setitem(
         sys.modules, "kernels.fake.cases", op("fake", [], [lambda n, i=i: contest(n, str(i), 1e-4) for i in range(4)])
     )

@@ -163,7 +163,7 @@ def test_an_order_is_that_of_the_columns_of_x(impl, tokens, dtype):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_what_is_not_finite_in_one_group_of_an_order_gives_nan(impl):
+def test_values_that_are_not_finite_give_rows_of_nan(impl):
     x = torch.randn(5, 128)
     x[0, 3], x[1, 60], x[2] = float("nan"), float("inf"), 0.0
     w = to_panels(weight()) if impl == "cpu" else weight()
@@ -211,7 +211,7 @@ def test_results_do_not_depend_on_threads_or_on_other_tokens():
     assert torch.equal(y[7:9], w4a8_matmul(x[7:9], w))
 
 
-def test_it_passes_opcheck_and_survives_torch_compile():
+def test_w4a8_matmul_passes_opcheck_and_torch_compile():
     x, w = torch.randn(2, 3, 128), weight()
     order = torch.randperm(128).int()
     arguments = (x, w.codes, w.scale, None, None, None, order, "rows", 4, 32, [40, 128], 4, 32, 2, False, "reference")
@@ -226,7 +226,7 @@ def test_it_passes_opcheck_and_survives_torch_compile():
     assert torch.equal(compiled, w4a8_matmul(x, w, x_group=64) + 1)
 
 
-def test_what_cannot_be_is_refused_by_name():
+def test_impossible_options_are_refused_by_name():
     x, w = torch.randn(2, 96), weight(8, 96, 4, 24)
     for options, name in (
         ({"x_bits": 6}, "x_bits"), ({"x_group": 36}, "x_group"), ({"x_group": 50}, "x_group"),

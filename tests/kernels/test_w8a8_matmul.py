@@ -244,7 +244,7 @@ def test_panels_are_ordinary_memory():
 
 
 @needs_vnni
-def test_what_is_without_the_cpp_kernels(monkeypatch):
+def test_implementations_without_the_cpp_kernels(monkeypatch):
     w, x = quantize_weight(torch.randn(40, 50), INT8), torch.randn(3, 50)
     weights, y = every_layout(w), w8a8_matmul(x, w, impl="reference")
     monkeypatch.setattr(native, "why_not", lambda: "switched off")

@@ -120,7 +120,7 @@ def test_a_run_that_takes_too_long_is_ended_with_all_that_it_started(limits, one
     assert outcome.failure["left"] == 0 and not marked(place_of(runs))
 
 
-def test_what_passes_by_itself_is_tried_once_more(one, monkeypatch):
+def test_transient_failures_are_retried_once(one, monkeypatch):
     failures = iter(
         [{"kind": "kernel death", "error": "never came up", "transient": True}, {"kind": "cell", "error": "no"}]
     )

@@ -233,7 +233,7 @@ def _caused(errors, cause: Exception):
         (lambda e: e.TaskCancelledError(), "interrupt", "interrupted"),
     ],
 )
-def test_what_ray_has_lost_is_told_by_its_kind_and_its_cell(error_of, kind, said, lost):
+def test_runs_lost_by_ray_are_reported_by_kind_and_cell(error_of, kind, said, lost):
     outcome = lost(error_of, _begins)
     assert outcome.status == "failed" and outcome.failure["kind"] == kind and said in outcome.failure["error"], outcome
     assert (
@@ -243,7 +243,7 @@ def test_what_ray_has_lost_is_told_by_its_kind_and_its_cell(error_of, kind, said
     )
 
 
-def test_what_was_finished_or_never_begun_is_no_failure(lost):
+def test_finished_runs_and_runs_never_begun_are_no_failures(lost):
     assert lost(lambda e: e.TaskCancelledError()).status == "waiting"
     assert lost(lambda e: e.NodeDiedError("x"), _finishes).status == "finished", "promoted before its node died"
     assert lost(lambda e: e.NodeDiedError("x")).status == "failed", "forced: what stands is of before"

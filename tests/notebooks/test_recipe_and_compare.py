@@ -95,7 +95,7 @@ def test_everything_is_measured_and_reported(tmp_path, task_path, monkeypatch, r
 
 
 @pytest.mark.slow
-def test_what_is_not_asked_for_is_not_measured(tmp_path, monkeypatch, run_cells):
+def test_measures_that_are_not_requested_are_not_made(tmp_path, monkeypatch, run_cells):
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
     cells = run_cells("recipe", TINY | {"recipe": "rtn(bits=4)", "run_path": str(tmp_path)})
     made = read_record(tmp_path / "record.json")

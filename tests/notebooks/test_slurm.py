@@ -125,7 +125,7 @@ def _until(true, within_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def test_what_slurm_is_asked_for_is_what_the_sweep_says(sweep, runs, cluster, monkeypatch):
+def test_requests_to_slurm_are_those_of_the_sweep(sweep, runs, cluster, monkeypatch):
     monkeypatch.setattr(lost, "SEEN_S", 0.0)
     monkeypatch.setattr(slurm, "EVERY_S", 0.01)
     asked = {"partition": "big", "time_min": 90, "cpus": 4, "memory_gb": 1.5, "exclusive": True}

@@ -18,7 +18,7 @@ from notebooks.study.identity import identity, key_of, run_key
 from notebooks.study.parameters import check_parameters, read_parameters
 
 ROOT = SWEEPS.parents[1]
-README = ROOT / "reports" / "published" / "README.md"
+README = ROOT / "README.md"
 
 
 def given(sweep) -> list[dict]:
@@ -137,7 +137,7 @@ def test_paths_begin_where_the_sweep_lies(sweep, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text, told", [("a: [", "cannot be read"), ("- a", "must be a mapping"), ("", "must be a mapping")]
 )
-def test_what_is_no_sweep(text, told, sweep):
+def test_files_that_are_no_sweep_are_refused(text, told, sweep):
     path = sweep()
     path.write_text(text)
     with pytest.raises(ValueError, match=told):
@@ -184,7 +184,8 @@ def test_the_sweeps_of_the_readme_are_what_was_published(gemma, data):
     """Their runs have the parameters of the records that the README's tables are made from."""
     runs = read_sweep("readme").runs + read_sweep("families").runs
     tables = re.findall(r" ([^ ]+?\.json)", "\n".join(re.findall(r"<!-- workbench .*? -->", README.read_text())))
-    published = [read_record(ROOT / "reports" / "published" / name)["run"] for name in dict.fromkeys(tables)]
+    published = [read_record(ROOT / name)["run"] for name in dict.fromkeys(tables)]
+    assert published
     for run in published:
         assert any(
             one.notebook == run["notebook"]

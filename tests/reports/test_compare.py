@@ -823,7 +823,7 @@ def test_ranks_and_cards_compare_shared_measures_only():
 OTHERS = [pytest.param(*other, marks=pytest.mark.slow) for other in (("dark", 1280), ("light", 320))]
 
 
-def test_what_all_models_share_is_found_once(monkeypatch):
+def test_texts_shared_by_all_models_are_found_once(monkeypatch):
     """It is looked for among all models: once for every model, a page of 2,000 runs would take minutes."""
     asked, found = [], variants_module.shared
     for module in (variants_module, compare_module):

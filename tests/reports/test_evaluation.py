@@ -369,7 +369,7 @@ def test_cost_says_how_far_it_is_from_the_ceiling(told, record, html):
     assert cost["read"] == "21.00 GB/s" and cost["flops"] == "0.4000 TFLOP/s"
 
 
-def test_what_cannot_be_measured_is_said(told, record, html):
+def test_unmeasurable_metrics_are_marked_on_the_page(told, record, html):
     assert html.count("<small>not measurable here</small>") == 3
     assert "Energy: not measurable here: no permission to read the counters of the CPU" in told["efficiency"]["notes"]
     rows = dict(told["efficiency"]["rows"])

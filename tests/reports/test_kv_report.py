@@ -53,7 +53,7 @@ def record(tmp_path_factory):
     return read_record(folder / "record.json")
 
 
-def test_what_is_said(record):
+def test_title_verdict_and_figures_of_a_page_of_caches(record):
     told = context(typed(record))
     html = page(record)
     assert told["title"].startswith("expected_attention(budget=0.25, allocation='ada')")

@@ -9,7 +9,7 @@ import pytest
 from eval.record.rows import typed
 from eval.record.schema import read_record
 from notebooks.batch.cli import main
-from reports.parts.published import README, published_readme
+from reports.parts.published import QUESTIONS, README, published_files
 from reports.parts.table import markdown, rows, strengths_markdown, tasks_markdown, updated
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,18 +134,32 @@ def test_the_readmes_are_up_to_date():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert updated(text, lambda name: read_record(ROOT / name)) == text
     folder = ROOT / "reports" / "published"
-    assert published_readme(folder) == (folder / README).read_text(encoding="utf-8")
+    for path, written in published_files(folder).items():
+        assert written == path.read_text(encoding="utf-8"), f"`workbench table --write` changes {path.name}"
 
 
-def test_the_page_of_a_folder_has_its_records_and_notes(tmp_path, capsys):
+def test_a_published_folder_has_an_index_and_a_note_with_the_tables_of_each_record(tmp_path, capsys):
     assert main(["table", "--write", str(tmp_path)]) == 2 and "holds no records" in capsys.readouterr().err
     shutil.copy(PUBLISHED[0], tmp_path / "one.json")
-    (tmp_path / "one.md").write_text("A note on the record.\n")
-    (tmp_path / "other.md").write_text("## A note by itself\n")
-    assert main(["table", "--write", str(tmp_path)]) == 0
-    text, record = (tmp_path / README).read_text(), read_record(PUBLISHED[0])
-    assert record["provenance"]["command"] in text and markdown([record]) in text
-    assert text.index("A note on the record.") < text.index("## A note by itself") and text.count("## ") == 2
+    (tmp_path / "one.md").write_text("A note on the record: 3.5 tokens.\n")
+    (tmp_path / "other.md").write_text("# A note by itself\n\nMeasured on 2026-11-20: 1,234 tokens.\n")
+    assert main(["table", "--write", str(tmp_path)]) == 2 and "['one', 'other']" in capsys.readouterr().err
+    questions = "one: {question: 'Fast?', answer: 3.5 tokens}\nother: {question: 'How fast?', answer: '1,234 tokens'}\n"
+    (tmp_path / QUESTIONS).write_text(questions)
+    for _ in range(2):  # writing again changes nothing
+        assert main(["table", "--write", str(tmp_path)]) == 0
+    note, record = (tmp_path / "one.md").read_text(), read_record(PUBLISHED[0])
+    assert record["provenance"]["command"] in note and markdown([record]) in note
+    assert note.endswith("<!-- end -->\n\nA note on the record: 3.5 tokens.\n") and note.count("# ") == 1
+    assert (tmp_path / README).read_text().splitlines()[-2:] == [
+        f"| Fast? | 3.5 tokens | [note](one.md), [report](one.html) | [record](one.json) | {record['run']['started'][:10]} |",
+        "| How fast? | 1,234 tokens | [note](other.md) | – | 2026-11-20 |",
+    ]
+    (tmp_path / QUESTIONS).write_text(questions.replace("1,234", "1,235"))
+    assert (
+        main(["table", "--write", str(tmp_path)]) == 2
+        and "`other` in questions.yml has numbers" in capsys.readouterr().err
+    )
 
 
 def test_tasks_side_by_side():

@@ -108,7 +108,7 @@ def scheme_of(linear: dict[str, Any]) -> Scheme | None:
             if stored["block"] is not None and columns % BLOCK:
                 raise ValueError(
                     f"its scales are per {BLOCK} x {BLOCK} weights, and its in_features (={columns}) are no multiple "
-                    f"of {BLOCK}; a scale per channel would do"
+                    f"of {BLOCK}; a scale per channel works"
                 )
             strategy = "channel" if stored["block"] is None else "block"
             return Scheme(INTS if stored["dtype"] == "int8" else FLOATS, 8, True, strategy, None, inputs)

@@ -50,7 +50,7 @@ class GemFilter(Policy):
         if not rotaries_of(model):
             raise ValueError(
                 f"{self.name} moves tokens to other positions, which needs rotary ones, and {type(model).__name__} has "
-                "none; snapkv would do"
+                "none; snapkv works"
             )
 
     def scores(self, seen: Seen) -> Tensor:

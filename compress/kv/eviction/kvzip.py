@@ -78,7 +78,7 @@ class KVzip(Policy):
         if limited and (needed := int(layer.tokens.max()) + ids.shape[1]) > most:
             raise ValueError(
                 f"`piece` (={self.piece}) of {self.name}: reading the prompt a second time takes {needed} positions, "
-                f"and this model has {most} positions; a shorter prompt or piece would do"
+                f"and this model has {most} positions; a shorter prompt or piece works"
             )
         positions = (layer.tokens[:, None] + real.long().cumsum(1) - 1).clamp(min=0)
         before = real.new_ones(len(ids), seen) if cache.mask is None else cache.mask

@@ -68,7 +68,7 @@ def channels(model: nn.Module) -> int:
     if len(shapes) > 1:
         raise ValueError(
             f"`model` ({type(model).__name__}) has layers whose queries, keys and values differ in their channels "
-            f"({', '.join(map(str, sorted(shapes)))}), and networks of locret are of one width: kvzap would do"
+            f"({', '.join(map(str, sorted(shapes)))}), and networks of locret are of one width: kvzap works"
         )
     return shapes.pop()
 

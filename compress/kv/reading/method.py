@@ -69,7 +69,7 @@ class Reading(CacheMethod):
         if storing_layers(model):
             raise ValueError(
                 f"{self.name} chooses positions for the queries of one layer, and several layers of "
-                f"{type(model).__name__} read the same keys and values; a method that evicts positions would do"
+                f"{type(model).__name__} read the same keys and values; a method that evicts positions works"
             )
 
     def roles(self, layers: int) -> list[Role]:

@@ -73,7 +73,7 @@ def blend(
     """
     _check(chunks, question, share, choose)
     if choose == "deviation" and len(chunks[0].keys) < 2:
-        raise ValueError("`choose` (='deviation') compares second layers, and `model` has one layer; 'first' would do")
+        raise ValueError("`choose` (='deviation') compares second layers, and `model` has one layer; 'first' works")
     kinds = kinds_of(model)
     device, total = device_of(model), sum(len(chunk.ids) for chunk in chunks)
     ids = torch.cat([*(chunk.ids.to(device) for chunk in chunks), question[0].to(device)])

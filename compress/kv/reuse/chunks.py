@@ -67,10 +67,10 @@ class ChunkStore:
         if not rotaries_of(model):
             raise ValueError(
                 f"`model` ({type(model).__name__}) has no rotary position embeddings, so that keys cannot be moved to "
-                "other positions; a Llama, Qwen, Mistral, Gemma or Phi would do"
+                "other positions; a Llama, Qwen, Mistral, Gemma or Phi works"
             )
         if prefix.shape[-1] == 0:
-            raise ValueError("`prefix` holds no token; the token that texts begin with would do")
+            raise ValueError("`prefix` holds no token; the token that texts begin with works")
         self.model, self.folder = model, None if folder is None else Path(folder)
         self._ids = prefix.reshape(1, -1).cpu()
         self._kept: dict[str, dict[str, Chunk]] = {}  # by text, by the texts before it

@@ -39,7 +39,7 @@ def check_ends(model: nn.Module, method: EndSolver) -> None:
     ends = find_ends(model)
     table = model.get_submodule(ends.embedding)
     if any(hasattr(module, "_offloaded") for module in model.modules()):
-        raise ValueError(f"{shown} needs the model in memory, and its weights lie on disk: where='blocks' would do")
+        raise ValueError(f"{shown} needs the model in memory, and its weights lie on disk: where='blocks' works")
     for name, shape in end_targets(model, method.skip).items():
         looked_up = ends.tied or name == ends.embedding
         if looked_up and (problem := problem_of_table(table)):
@@ -51,7 +51,7 @@ def check_ends(model: nn.Module, method: EndSolver) -> None:
         if looked_up and stored:
             raise ValueError(
                 f"{shown}: {ends.embedding} is looked up row by row, which what this method stores ({stored[0]}) does "
-                "not allow; a method that rounds weights alone, or where='blocks', would do"
+                "not allow; a method that rounds weights alone, or where='blocks', works"
             )
 
 

@@ -114,7 +114,7 @@ class _Backward:
             if calls[0].passed:
                 raise ValueError(
                     f"`model` ({type(self.model).__name__}): its blocks pass on more than one tensor, and gradients of "
-                    "the loss are followed through one: methods that use no Fisher information would do"
+                    "the loss are followed through one: methods that use no Fisher information work"
                 )
             tail = Tail(self.model, self.blocks, self.batches, stacked=False)
             gradients = [copy.copy(call) for call in calls]  # of the current block's output

@@ -40,7 +40,7 @@ def process_count(processes: int | None, *, worth_it: bool = True) -> int:
     if grouped and processes not in (1, grouped):
         raise ValueError(f"{where} (={processes}) must be 1 or {grouped}, the size of the process group that there is")
     if processes > 1 and not (dist.is_available() and dist.is_gloo_available()):
-        raise ValueError(f"{where} (={processes}): this build of torch has no torch.distributed with gloo; 1 would do")
+        raise ValueError(f"{where} (={processes}): this build of torch has no torch.distributed with gloo; 1 works")
     return processes
 
 
@@ -49,7 +49,7 @@ def check_devices(device: torch.device, count: int) -> None:
     if device.type != "cuda" or count == 1:
         return
     if device.index is not None:
-        raise ValueError(f"`device` (='{device}') names one GPU, and {count} processes need one each: 'cuda' would do")
+        raise ValueError(f"`device` (='{device}') names one GPU, and {count} processes need one each: 'cuda' works")
     if count > torch.cuda.device_count():
         raise ValueError(
             f"`processes` (={count}): each needs a GPU, and there are {torch.cuda.device_count()} on this machine"

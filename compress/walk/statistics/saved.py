@@ -136,7 +136,7 @@ def check_room(folder: Path, needed: int) -> None:
         why = f"{free / 1e9:.1f} GB are free in {folder}" if free <= limit else f"{LIMIT} allows {limit / 1e9:g} GB"
         raise ValueError(
             f"`calibrate` (='once') would keep statistics of {needed / 1e9:.1f} GB, and {why}; `calibrate` "
-            f"(='sequential') keeps none; a `work_path` on another disk, or a larger {LIMIT}, would do"
+            f"(='sequential') keeps none; a `work_path` on another disk, or a larger {LIMIT}, works"
         )
 
 

@@ -29,7 +29,7 @@ class Local:
         for job in jobs:
             if job.gpus > max(1, len(gpus)):
                 raise ValueError(
-                    f"`gpus` (={job.gpus}) of {job.key}: {len(gpus)} can be used here; that number, or fewer, would do"
+                    f"`gpus` (={job.gpus}) of {job.key}: {len(gpus)} can be used here; that number, or fewer, works"
                 )
         pool_of_gpus = _Gpus(gpus)
         threads = max(1, (os.cpu_count() or 1) // self.parallel) if self.parallel > 1 else None
