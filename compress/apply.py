@@ -103,6 +103,8 @@ def _together(call: Callable, arguments: Mapping[str, Any], plan: Plan) -> Itera
     """While the context lasts, all processes of a plan make this call together; gives the device of this process."""
     device = plan.device
     with ExitStack() as stack:
+        if not dist.is_initialized():
+            plan.check()
         if plan.processes > 1 and not dist.is_initialized():
             stack.enter_context(spawned(plan.processes, call, arguments, device))
         device = device_of_process(device) if plan.processes > 1 else device
@@ -117,7 +119,6 @@ def _run(plan: Plan, device: torch.device, shared: SharedStatistics | None) -> R
     if device.type == "cpu" and current().count == 1:  # several processes wait for each other
         warn_if_busy()
     start = clock(device)
-    _check_same(plan)
     if walks(recipe):
         _split_experts(model)
     folder = _work_folder(plan) if plan.usage.activations == "disk" else None
@@ -255,19 +256,6 @@ def _said_of_once(recipe: Sequence[Method]) -> list[str]:
         "blocks before it give",
         *(f"not taken from the saved statistics, but from passes of its own: {what}" for what in alone),
     ]
-
-
-def _check_same(plan: Plan) -> None:
-    """Raise ValueError if the processes of one compression have different plans."""
-    tokens = plan.calibration and plan.calibration["sha256"]
-    about = {"recipe": str(plan.recipe), "model": plan.identity["weights_sha256"], "batches": tokens}
-    for rank, other in enumerate(current().gathered(about)):
-        for name, value in other.items():
-            if value != about[name]:
-                raise ValueError(
-                    f"`{name}` of process {rank} differs from that of process {current().rank}: all processes of a "
-                    "process group compress one model together; `processes=1` compresses one in each"
-                )
 
 
 def _layers(made: Sequence[Told]) -> list[LayerRecord]:

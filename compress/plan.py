@@ -4,7 +4,7 @@ Whatever can be refused is refused here: a plan changes nothing of the model.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from compress.memory import predicted
 from compress.method import Method, settle
 from compress.recipe import Recipe, methods_of
 from compress.records import Usage
-from compress.result import check_finished
+from compress.result import check_finished, makeup
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import check_runs, device_of
 from compress.walk.folds.folding import FoldingMethod
@@ -30,7 +30,8 @@ from compress.walk.identity import model_identity, tokens_identity
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.offload import is_offloaded
 from compress.walk.once.calibrated import check_calibrate
-from compress.walk.parallel.spawn import check_devices, process_count
+from compress.walk.parallel.ranks import current, joined
+from compress.walk.parallel.spawn import check_devices, device_of_process, process_count
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Plan:
         identity: of the model: name, weights_sha256, parameters.
         calibration: corpus, samples, seqlen, seed, sha256; None without batches.
         seconds: the time that planning took.
+        made_of: the modules and weights of the model when it was planned, see `compress.result.makeup`.
     """
 
     recipe: list[Method]
@@ -61,6 +63,12 @@ class Plan:
     identity: dict[str, Any]
     calibration: dict[str, Any] | None
     seconds: float
+    made_of: dict[str, object]
+
+    def check(self) -> None:
+        """Raise ValueError if the model has changed since it was planned."""
+        if makeup(self.model) != self.made_of:
+            raise ValueError("`plan`: its model has changed since it was planned, so that it must be planned again")
 
 
 def plan(
@@ -85,20 +93,33 @@ def plan(
     start = time.perf_counter()
     check_calibrate(calibrate)
     asked, batches = methods_of(recipe), () if batches is None else batches
-    check_finished(model)
-    settled = check_recipe(asked, model)
-    if calibrate == "once":
-        settled = _calibrated_once(settled)
-    where, count = _chosen(device, processes, model, settled, batches)
-    _check_batches(batches, model, needed=[method.name for method in settled if method.needs_calibration])
-    identity, tokens = model_identity(model), tokens_identity(batches)
-    if walks(settled) and len(batches) and not is_offloaded(model):
-        check_runs(model, find_blocks(model)[1], batches[0])
-    usage = predicted(settled, model, batches, max_memory)
-    seconds = time.perf_counter() - start
+    where, count = _chosen(device, processes, model, asked, batches)
+    with joined(device_of_process(where), alone=count == 1):  # what one process refuses, all of them refuse
+        check_finished(model)
+        settled = check_recipe(asked, model)
+        if calibrate == "once":
+            settled = _calibrated_once(settled)
+        _check_batches(batches, model, needed=[method.name for method in settled if method.needs_calibration])
+        identity, tokens = model_identity(model), tokens_identity(batches)
+        if walks(settled) and len(batches) and not is_offloaded(model):
+            check_runs(model, find_blocks(model)[1], batches[0])
+        usage = predicted(settled, model, batches, max_memory)
+        _check_same(settled, identity, tokens)
     return Plan(
-        settled, asked, model, batches, work_path, calibrate, where, count, usage, identity, tokens, seconds
-    )  # fmt: skip
+        recipe=settled,
+        asked=asked,
+        model=model,
+        batches=batches,
+        work_path=work_path,
+        calibrate=calibrate,
+        device=where,
+        processes=count,
+        usage=usage,
+        identity=identity,
+        calibration=tokens,
+        seconds=time.perf_counter() - start,
+        made_of=makeup(model),
+    )
 
 
 def check_recipe(
@@ -121,6 +142,19 @@ def check_recipe(
             method.check(model)
     check_attach(model, [method for method in settled if isinstance(method, CacheMethod)])
     return settled
+
+
+def _check_same(recipe: Sequence[Method], identity: Mapping[str, Any], calibration: Mapping[str, Any] | None) -> None:
+    """Raise ValueError if the processes of one compression were called with different arguments."""
+    tokens = calibration and calibration["sha256"]
+    about = {"recipe": str(recipe), "model": identity["weights_sha256"], "batches": tokens}
+    for rank, other in enumerate(current().gathered(about)):
+        for name, value in other.items():
+            if value != about[name]:
+                raise ValueError(
+                    f"`{name}` of process {rank} differs from that of process {current().rank}: all processes of a "
+                    "process group compress one model together; `processes=1` compresses one in each"
+                )
 
 
 def walks(recipe: Sequence[Method]) -> bool:

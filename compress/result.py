@@ -106,11 +106,11 @@ def naming_state(model: nn.Module) -> Iterator[None]:
 
     The original weights are not kept to bring them back: that would take the memory of a second model.
     """
-    before = _makeup(model)
+    before = makeup(model)
     try:
         yield
     except BaseException as error:
-        if _makeup(model) == before:
+        if makeup(model) == before:
             state = "the model in memory is as it was"
         else:
             state = "the model in memory is partly compressed: load it again before another try"
@@ -131,7 +131,7 @@ def check_finished(model: nn.Module) -> None:
         )
 
 
-def _makeup(model: nn.Module) -> dict[str, object]:
+def makeup(model: nn.Module) -> dict[str, object]:
     """What changes if a module or a weight of the model is replaced or written to, and not if it moves to another
     device."""
     parts = offloaded_parts(model)

@@ -84,14 +84,16 @@ def prepare(folder: Path, options: argparse.Namespace) -> None:
 
 def _draw_networks(config: Any, folder: Path) -> None:
     """Networks of `kvzap` with random weights, in the forms of both."""
-    from compress.kv.learned.networks import Scorer, write
+    from compress.kv.learned.networks import ScoringNetwork, write
 
     torch.manual_seed(0)
     inputs, outputs, layers = config.hidden_size, config.num_key_value_heads, config.num_hidden_layers
     ours, theirs = {}, {}
     for i in range(layers):
         up, down = torch.randn(inputs, WIDTH) / inputs**0.5, torch.randn(WIDTH, outputs) / WIDTH**0.5
-        ours[i] = Scorer(torch.zeros(inputs), torch.ones(inputs), up, torch.zeros(WIDTH), down, torch.zeros(outputs))
+        ours[i] = ScoringNetwork(
+            torch.zeros(inputs), torch.ones(inputs), up, torch.zeros(WIDTH), down, torch.zeros(outputs)
+        )
         for place, matrix in (("0", up), ("2", down)):
             theirs[f"layers.{i}.{place}.weight"] = matrix.T.contiguous()
             theirs[f"layers.{i}.{place}.bias"] = torch.zeros(matrix.shape[1])

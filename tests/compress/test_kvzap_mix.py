@@ -7,12 +7,14 @@ from torch.testing import assert_close
 from compress import METHODS
 from compress.kv import attached
 from compress.kv.learned.mix import main, mix
-from compress.kv.learned.networks import Scorer, scorers, write
+from compress.kv.learned.networks import ScoringNetwork, scorers, write
 
 
-def network(width: int, inputs: int = 16, heads: int = 2) -> Scorer:
+def network(width: int, inputs: int = 16, heads: int = 2) -> ScoringNetwork:
     shapes = ((inputs,), (inputs,), (inputs, width), (width,), (width, heads), (heads,))
-    return Scorer(*(torch.rand(shape) + 0.5 if i == 1 else torch.randn(shape) for i, shape in enumerate(shapes)))
+    return ScoringNetwork(
+        *(torch.rand(shape) + 0.5 if i == 1 else torch.randn(shape) for i, shape in enumerate(shapes))
+    )
 
 
 @pytest.mark.parametrize("weights", [None, [0.25, 0.75]])

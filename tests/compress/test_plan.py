@@ -9,7 +9,7 @@ from compress.inputs.skeleton import skeleton
 from compress.kv import identity
 from compress.linear import CompressedLinear
 from compress.plan import check_recipe, plan
-from compress.result import _makeup
+from compress.result import makeup
 
 GPTQ = "gptq(bits=3, group_size=16, min_tokens=8)"
 
@@ -17,7 +17,7 @@ GPTQ = "gptq(bits=3, group_size=16, min_tokens=8)"
 def test_a_plan_changes_nothing(tiny, tokens):
     """Whether a method fits the model or not, also where only its shapes are known."""
     model, outline, batches = tiny("mixtral"), skeleton("tiny"), tokens(2, 20)
-    before, shapes, planned = _makeup(model), _makeup(outline), set()
+    before, shapes, planned = makeup(model), makeup(outline), set()
     for name, method in METHODS.items():
         for check in (lambda m: plan(m, model, batches), lambda m: check_recipe(m, outline, outline=True)):
             try:
@@ -25,7 +25,7 @@ def test_a_plan_changes_nothing(tiny, tokens):
                 planned.add(name)
             except ValueError:
                 continue
-        assert _makeup(model) == before and _makeup(outline) == shapes, name
+        assert makeup(model) == before and makeup(outline) == shapes, name
     assert {"rtn", "gptq", "smoothquant", "snapkv"} <= planned
 
 
@@ -38,6 +38,8 @@ def test_a_plan_that_is_run_is_what_apply_does(tiny, tokens):
     assert result.model is one and result.seconds >= made.seconds and result.usage is made.usage
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
     assert (result.recipe, result.asked, result.identity) == (same.recipe, same.asked, same.identity)
+    with pytest.raises(ValueError, match="its model has changed since it was planned"):
+        run(made)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +64,10 @@ def test_blocks_that_cannot_be_walked_are_refused_by_the_plan(tiny, tokens):
     """Before an earlier method of the recipe has changed the model."""
     model = tiny("llama")
     model.model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] + 1, *args[1:]))
-    before = _makeup(model)
+    before = makeup(model)
     with pytest.raises(ValueError, match="blocks do not form a chain"):
         plan(f"rotate, {GPTQ}", model, tokens(2, 20))
-    assert _makeup(model) == before
+    assert makeup(model) == before
 
 
 def test_attention_that_no_small_copy_shows_is_compared_by_the_plan(tiny, monkeypatch):

@@ -77,6 +77,7 @@ model, batches = tiny_model("llama", num_hidden_layers=4), sent["batches"]
 errors = [failing([Fails(bits=3, group_size=16)], model, batches, work_path=place + "/work")]
 errors.append(failing(parse_recipe("rtn(group_size=16)"), tiny_model("llama"), batches[rank:]))
 errors.append(failing(parse_recipe("rtn(group_size=16)"), tiny_model("llama"), batches, processes=3))
+errors.append(failing(parse_recipe(f"rtn(group_size={16 - 9 * rank})"), tiny_model("llama"), batches))
 own = apply(parse_recipe("rtn(group_size=16)"), tiny_model("llama", seed=rank), batches, processes=1)
 errors.append(own.layers[0].name)
 torch.save((seen, errors), f"{place}/rank-{rank}.pt")
@@ -145,6 +146,7 @@ def test_two_processes_give_the_codes_of_one_and_end_together(cases, batches, ti
         "ValueError: `bits` of the second process will not do",
         "ValueError: `batches` of process",
         "ValueError: `processes` (=3) must be 1 or 2, the size of the process group",
+        "ValueError: `group_size` (=7) must divide",
         "model.layers.0",
     ]
     for errors in (first_errors, second_errors):

@@ -420,11 +420,11 @@ def test_a_recipe_may_read_a_file_that_its_sweep_makes(sweep, tmp_path):
 def test_files_are_made_before_the_runs_that_read_them(sweep, tmp_path, capfd):
     import torch
 
-    from compress.kv.learned.networks import Scorer, write
+    from compress.kv.learned.networks import ScoringNetwork, write
 
     runs = tmp_path / "elsewhere"
     runs.mkdir()
-    write({0: Scorer(*map(torch.ones, (4, 4, (4, 2), 2, (2, 1), 1)))}, runs / "a.safetensors")
+    write({0: ScoringNetwork(*map(torch.ones, (4, 4, (4, 2), 2, (2, 1), 1)))}, runs / "a.safetensors")
     path = sweep(files=[MIX], base={"does": "assert Path('runs/b.safetensors').is_file()"})
     (outcome,) = run_sweep(path, runs=runs)
     assert outcome.status == "finished", outcome.failure
