@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from scoring import command
 from torch import Tensor, nn
 
 from compress import load_model
@@ -26,6 +27,7 @@ from compress.kv.tiers import tiers
 from compress.method import Method
 from compress.recipe import parse_recipes
 from eval.record.files import write_whole
+from eval.run_record import provenance
 from notebooks.study.caches import parts
 
 
@@ -105,7 +107,9 @@ def main() -> None:
         elsewhere = f", near {near:.3f}, fetched a token {fetched:.4f}" if fetched else ""
         print(f"{name:<50} KL {kl.mean():.4f} (standard error {error or 0:.4f}), bytes {held:.3f}{elsewhere}")
     if options.out:
-        write_whole(json.dumps({"settings": vars(options), "rows": rows}, indent=1), Path(options.out))
+        made_by = provenance(command(), "cpu", "float32", "float32")
+        made = {"settings": vars(options), "provenance": made_by, "rows": rows}
+        write_whole(json.dumps(made, indent=1) + "\n", Path(options.out))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from kernels.int_matmul import pack_bits, unpack_bits
 
 SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INTEGERS = {"int6": 6, "int8": 8}  # signed codes, and a bfloat16 factor for each super-block of a row
-SHIFTS = {"shift4": 4}  # the factor of a super-block, the largest of its scales, divided by a power of two
+SHIFTS = {"shift4": 4}  # the factor of a super-block, the largest of its scales, divided by a power of two (rounded up)
 TILES = {"tile16": 16}  # powers of two, each shared by the groups of this number of rows at the same columns
 # Bits of a scale that is not stored in 16 bits.
 SCALE_BITS = {**INTEGERS, **SHIFTS, **{kind: 8 / rows for kind, rows in TILES.items()}, "e8m0": 8, "e4m3": 8}
@@ -129,8 +129,8 @@ class ScaleRule:
             top = (1 << (INTEGERS[self.kind] - 1)) - 1
             codes = (scale / factor).round().clamp(-top - 1, top)
             return torch.where(codes == 0, torch.where(scale < 0, -1.0, 1.0), codes) * factor
-        if self.kind in SHIFTS:  # the lower of two powers; a power itself, even if its logarithm is rounded
-            down = ((factor / scale.abs().clamp(min=2.0**-126)).log2() - 1e-4).ceil()
+        if self.kind in SHIFTS:  # the higher of two powers, which covers the group; a power itself stays itself
+            down = ((factor / scale.abs().clamp(min=2.0**-126)).log2() + 1e-4).floor()
             return factor * torch.exp2(-down.clamp(0, (1 << SHIFTS[self.kind]) - 1))
         if self.kind in TILES:
             return factor.expand_as(scale)

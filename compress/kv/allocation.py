@@ -64,14 +64,15 @@ def by_prefix(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> list
 def by_variance(scores: list[Tensor], valid: list[Tensor], target: Tensor) -> list[Tensor]:
     """D2O (Wan et al., 2024, arXiv:2406.13035, section 3.2): in proportion to softmax(-variance of the attention).
 
-    The variance is taken over positions, of the attention that they got. Deviations: it is divided by its mean over
-    layers, because its size depends on the length of the prompt; the first two layers and the last one, whose budgets
-    the paper does not lower, get the even share.
+    The variance is taken over positions, of the attention that they got. As in the authors' code, the variances of a
+    layer's heads are scaled to lie between 0 and 1 and averaged, so that no layer gets more than e times as much as
+    another: without that, a few layers of uneven attention keep almost nothing. Deviation: the first two layers and
+    the last one, which the authors never compress, get the even share, so that the budget holds.
     """
     spread = torch.stack([_variance(one, real) for one, real in zip(scores, valid, strict=True)], -1)  # [B, layers]
     layers = spread.shape[-1]
     exempt = torch.tensor([i < 2 or i == layers - 1 for i in range(layers)], device=spread.device)
-    weights = (-spread / spread.mean(-1, keepdim=True).clamp(min=1e-30)).softmax(-1).masked_fill(exempt, 0)
+    weights = (-spread).softmax(-1).masked_fill(exempt, 0)
     free = (~exempt).sum() / layers
     weights = torch.where(exempt, 1 / layers, weights / weights.sum(-1, keepdim=True).clamp(min=1e-30) * free)
     return _in_proportion(weights, scores, valid, target)
@@ -114,12 +115,15 @@ def _in_proportion(weights: Tensor, scores: list[Tensor], valid: list[Tensor], t
 
 
 def _variance(scores: Tensor, valid: Tensor) -> Tensor:
-    """[B]: the variance over positions of a layer's finite scores [B, H, T], as shares of each head's sum."""
+    """[B], from 0 to 1: the variances over positions of a layer's finite scores [B, H, T], as shares of each head's
+    sum, scaled from the smallest to the largest head and averaged."""
     used = valid & torch.isfinite(scores)
     mass = scores.float().masked_fill(~used, 0)
     count = used.sum(-1, keepdim=True).clamp(min=1)
     mass = mass / mass.sum(-1, keepdim=True).clamp(min=1e-30) * count  # 1 on average
-    return ((mass - 1).square() * used).sum((1, 2)) / used.sum((1, 2)).clamp(min=1)
+    variance = ((mass - 1).square() * used).sum(-1) / used.sum(-1).clamp(min=1)  # [B, H]
+    least, most = variance.aminmax(dim=1, keepdim=True)
+    return ((variance - least) / (most - least).clamp(min=1e-30)).mean(1)
 
 
 OF_ALL_LAYERS = {"global": over_layers, "prefix": by_prefix, "variance": by_variance, "drafters": by_spread}

@@ -14,10 +14,12 @@ from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
 from kernels.int_matmul import BITS
 
+SCALE_BITS = 16  # of a group's scale, in the price of smaller groups
+
 
 @dataclass(frozen=True, kw_only=True)
 class FineQuant(LayerwiseMethod):
-    """Rounds to nearest in groups whose size each matrix chooses: halved as long as that shrinks the groups' ranges."""
+    """Rounds to nearest in groups whose size each matrix chooses: halved as long as that pays in smaller ranges."""
 
     name: ClassVar[str] = "finequant"
     stage: ClassVar[str] = "quantize_weights"
@@ -25,9 +27,13 @@ class FineQuant(LayerwiseMethod):
 
     bits: int = knob(4, "bits per weight", choices=BITS, describes=True)
     alpha: float = knob(
-        0.1, "groups are halved while their mean range falls by more than this share", range=(0, 1), describes=True
+        25.0,
+        "groups are halved while their squared ranges, in mean squares of the weights, fall by more than this for each "
+        "bit per weight of further scales",
+        range=(0, 10_000),
+        describes=True,
     )
-    smallest: int = knob(32, "columns of the smallest groups", range=(2, 1 << 20))
+    smallest: int = knob(16, "columns of the smallest groups", range=(2, 1 << 20))
     symmetric: bool = knob(True, "no zero point: the grid lies around 0")
     scale_dtype: str = knob("bfloat16", "how scales are stored", choices=tuple(SCALE_DTYPES))
 
@@ -51,20 +57,24 @@ def group_sizes(columns: int, smallest: int) -> list[int]:
 
 
 def group_size(W: Tensor, alpha: float, smallest: int) -> int:
-    """The group size of a matrix W [out, in]: halved while the mean range of its groups falls by more than `alpha`.
+    """The group size of a matrix W [out, in]: halved while that lowers the squared ranges enough for its scales.
 
-    The range of a group is max - min; outliers keep it large in the groups that hold them alone, once groups are small.
+    The range of a group is max - min, and the error of rounding grows with its square; outliers keep it large in the
+    groups that hold them alone, once groups are small. A halving is worth it if the mean square of the ranges, over the
+    mean square of the weights, falls by more than `alpha` for each bit per weight that the further scales take.
 
-    Source: arXiv:2308.09723, the heuristic of adaptive granularity. It is our reading that the ranges are averaged over
-    groups, and that the threshold is a share of the previous range.
+    Source: arXiv:2308.09723, the heuristic of adaptive granularity. Deviation: it compares the fall of the range with a
+    share of the range. On normal weights that fall grows slowly from halving to halving (8 % of a row of 576, 12 % of
+    72 columns), so that every threshold keeps whole rows or goes to the end in nearly all matrices of a model.
     """
 
-    def mean_range(size: int) -> Tensor:
+    def squared_range(size: int) -> Tensor:
         lowest, highest = W.unflatten(1, (-1, size)).aminmax(dim=2)  # [out, groups]
-        return (highest - lowest).mean()
+        return (highest - lowest).square().mean() / W.square().mean().clamp(min=1e-30)
 
     sizes = group_sizes(W.shape[1], smallest)
     for size, finer in zip(sizes, sizes[1:], strict=False):
-        if mean_range(finer) >= (1 - alpha) * mean_range(size):
+        added = SCALE_BITS / finer - SCALE_BITS / size  # bits per weight
+        if squared_range(size) - squared_range(finer) <= alpha * added:
             return size
     return sizes[-1]

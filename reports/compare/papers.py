@@ -4,11 +4,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eval.record.reading import row
 from reports.parts.files import Report, environment, write_page
 from reports.parts.text import link
 
+_FIGURE = re.compile(r"([+-]?)([\d,]+(?:\.(\d+))?)(?: (%|MB|of \d+))?")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _ARXIV = re.compile(r"(?:arXiv:)?(\d{4}\.\d{4,5}(?:v\d+)?)")
 
 
@@ -20,8 +23,23 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Source:
+    """The record of a measurement: its file below reports/published, and the figures of the value by key path."""
+
+    file: str
+    figures: dict[str, str]
+
+    @property
+    def date(self) -> str:
+        """The date in the file's name; "" if there is none."""
+        found = _DATE.search(self.file)
+        return found[0] if found else ""
+
+
+@dataclass(frozen=True)
 class Measurement(Claim):
     command: str
+    record: Source | None
 
 
 @dataclass(frozen=True)
@@ -32,6 +50,7 @@ class Paper:
     title: str
     paper: str
     claim: Claim
+    order: str
     module: str
     notebook: str
     measured: tuple[Measurement, ...]
@@ -44,6 +63,57 @@ class Paper:
     @property
     def files(self) -> list[str]:
         return [path for path in (self.module, self.notebook) if path]
+
+
+def recorded(record: Mapping[str, object], path: str) -> float:
+    """The number in a record that a key path of the ledger names.
+
+    Args:
+        path: keys with " / " between them; an entry of a list is named by its recipe, value, model or place. " and "
+            averages two such numbers, and " over " divides two.
+
+    Raises:
+        KeyError: the record has no such key.
+    """
+    numerator, over, denominator = path.partition(" over ")
+    if over:
+        return recorded(record, numerator) / recorded(record, denominator)
+    numbers = []
+    for one in path.split(" and "):
+        found: Any = record
+        for key in one.split(" / "):
+            found = _entry(found, key) if isinstance(found, list) else found[key]
+        numbers.append(found)
+    return sum(numbers) / len(numbers)
+
+
+def _entry(rows: Sequence[Any], key: str) -> Any:
+    """The entry of a record's list that bears a name, or the value at a place in a list of values."""
+    if key.isdecimal() and int(key) < len(rows) and not isinstance(rows[0], Mapping):
+        return rows[int(key)]
+    for one in rows:
+        if isinstance(one, Mapping) and key in (one.get(name) for name in ("recipe", "value", "model")):
+            return one
+    raise KeyError(key)
+
+
+def agrees(figure: str, number: float) -> bool:
+    """Whether a figure of the ledger is a number of a record, rounded to the figure's decimals.
+
+    Args:
+        figure: such as "24.61", "+8.8 %", "113.1 MB" or "86 of 100". A sign means the change that a ratio is.
+
+    Raises:
+        ValueError: the figure has none of these forms.
+    """
+    shown = _FIGURE.fullmatch(figure)
+    if shown is None:
+        raise ValueError(f"`figures` (={figure!r}) of the ledger must be a number such as 24.61, +8.8 %, 1 MB, 8 of 10")
+    sign, digits, decimals, unit = shown.groups()
+    unit = unit or ""
+    scale = 100.0 if unit == "%" else 1e-6 if unit == "MB" else float(unit.removeprefix("of ") or 1)
+    value = (number - 1 if sign else number) * scale
+    return abs(value - float(sign + digits.replace(",", ""))) <= 0.5001 * 10 ** -len(decimals or "")
 
 
 def render_papers(
@@ -65,6 +135,8 @@ def papers_page(entries: Sequence[Mapping[str, object]], *, records: Mapping[str
     papers = [row(Paper, entry) for entry in entries]
 
     def run_of(paper: Paper, one: Measurement) -> str:
+        if one.record and root:
+            return link(root, f"reports/published/{one.record.file}")
         return link((records.get(one.command) or records.get(paper.id) or "").lstrip("/"))
 
     return (

@@ -90,6 +90,27 @@ def test_scales_are_chosen_among_those_that_are_stored(name, scale_dtype):
     assert stored.nbytes == 24 * 96 // 2 + scales * bits // 8 + factors + table
 
 
+def test_shifted_scales_cover_their_groups_and_lose_less_than_powers_of_two():
+    """The constraints M2 and M1 of ZeroQuant-FP, averaged over where the weights lie between two powers of two."""
+    W = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    how = {"bits": 4, "grid": "fp4"}
+
+    def lost(size, group_size, **knobs):
+        Q = rtn(size * W, group_size=group_size, **how, **knobs).dequantize() / size
+        return ((Q - W).square().sum() / W.square().sum()).item()
+
+    sizes = [2 ** (step / 4) for step in range(4)]
+    for group_size, scale in itertools.product((32, 128), ("absmax", "search")):
+        m1, m2 = (
+            sum(lost(size, group_size, scale=scale, scale_dtype=kind) for size in sizes) / len(sizes)
+            for kind in ("e8m0", "shift4")
+        )
+        assert m2 <= m1 < 0.015, (group_size, scale)
+    stored = rtn(W, group_size=32, scale_dtype="shift4", **how).rows().scale.float()
+    needed = W.view(64, 16, 32).abs().amax(-1) / 6
+    assert (stored >= 0.99 * needed).all() and (stored < 2.02 * needed).all(), "bfloat16 factors, rounded up to a shift"
+
+
 @pytest.mark.parametrize("scale_dtype", ["int6", "shift4", "e4m3", "tile16"])
 def test_groups_of_zeros_do_not_coarsen_others(scale_dtype):
     """What groups share is made for weights, and zeros have none."""

@@ -70,12 +70,16 @@ def test_budgets_follow_the_variance_of_attention(layers):
         spread = []
         for one in scores:
             mass = one[row, :, 50 - tokens :]
-            mass = torch.stack([h[torch.isfinite(h)] / h[torch.isfinite(h)].mean() for h in mass])
-            spread.append((mass - 1).square().mean().item())
-        mean = sum(spread) / 6
-        weights = [math.exp(-s / mean) for s in spread[2:5]]
+            heads = [h[torch.isfinite(h)] / h[torch.isfinite(h)].mean() for h in mass]
+            variances = torch.tensor([(h - 1).square().mean() for h in heads])
+            between = (variances - variances.min()) / (variances.max() - variances.min())
+            spread.append(between.mean().item())
+        weights = [math.exp(-s) for s in spread[2:5]]
         expected = [3 * target * w / sum(weights) for w in weights]
         assert all(abs(n - e) <= 1 for n, e in zip(found[2:5], expected, strict=True))
+    scores[3] = scores[3] ** 8  # nearly all attention on a few positions
+    counts = by_variance(scores, valid, torch.tensor([20, 12]))
+    assert all(int(one[0, 0]) > 20 / math.e for one in counts), "no layer is left with next to nothing"
 
 
 def test_layers_of_concentrated_attention_keep_half_of_the_even_share(layers):

@@ -24,7 +24,7 @@ ROWS = {
     "awq": {"bits": 4, "group_size": 16},
     "nf4": {"group_size": 16},
     "bnb_nf4": {"blocksize": 32},
-    "finequant": {"smallest": 16},
+    "finequant": {},
     "mixed": {"choices": "rtn(bits={4, 8}, group_size=16)", "tokens": 32},
     "magnitude": {"ratio": 0.2},
     "random": {"ratio": 0.005},

@@ -20,7 +20,7 @@ from compress.walk.blocks import targets
 from compress.walk.fisher import fisher
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
-from compress.weights.finequant import group_sizes
+from compress.weights.finequant import group_size, group_sizes
 from eval.machine.size import size
 
 CPU = torch.device("cpu")
@@ -229,12 +229,17 @@ def test_choices_in_a_recipe_and_what_is_refused(tiny, tokens):
 
 def test_group_sizes_follow_the_ranges():
     """A matrix of equal ranges keeps whole rows; one with few large columns gets small groups, but for them."""
-    finequant = METHODS["finequant"](bits=4, alpha=0.1, smallest=16)
+    finequant = METHODS["finequant"](bits=4, alpha=10.0)
     even = torch.rand(8, 256) - 0.5
     outliers = even.clone()
     outliers[:, 3] *= 20
     (one,), (other,) = (finequant.solve(W, LayerStatistics(0, {})) for W in (even, outliers))
     assert one.group_size == 256 and other.group_size == 16
     assert group_sizes(576, 32) == [576, 288, 144, 72, 36]
+    normal = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    tails = normal * normal.abs().sqrt()
+    assert group_size(tails, 25.0, 16) < group_size(normal, 25.0, 16), "heavier tails, smaller groups"
+    found = [group_size(normal, alpha, 16) for alpha in (5.0, 25.0, 100.0, 400.0)]
+    assert found == sorted(set(found)), "each threshold has a size of its own"
     (coarse,) = METHODS["rtn"](bits=4, group_size=256).solve(outliers, LayerStatistics(0, {}))
     assert (outliers - other.dequantize()).norm() < 0.3 * (outliers - coarse.dequantize()).norm()

@@ -1,7 +1,9 @@
 """Pages about many runs and about papers: every run is there, tables sort as numbers, nothing runs that should not."""
 
 import copy
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,14 @@ from eval.record.rows import typed
 from eval.record.schema import read_record
 from reports.compare.index import MAX_ROWS, _accuracy, index_page, index_row, render_index
 from reports.compare.outcome import RunOutcome
-from reports.compare.papers import papers_page, render_papers
+from reports.compare.papers import agrees, papers_page, recorded, render_papers
 from reports.page.verdict import verdict
 from reports.parts.files import LIMIT_BYTES, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = sorted((ROOT / "reports" / "published").glob("*.json"))
 LEDGER = yaml.safe_load((ROOT / "seeds" / "papers.yml").read_text())
+WRITES = r"^(workbench run|papermill|make bench|python -m compress\.commands)| (--out|--write|>) "  # a record
 EVIL = '"><img src=x onerror="document.title=\'owned\'"><script>document.title="owned"</script>'
 FAILURE = {"kind": "out of memory", "cell": 4, "cell_title": "Compress", "error": "Traceback\nRuntimeError: no "
                                                                                   "room", "lines": [],
@@ -252,18 +255,50 @@ def test_papers_in_a_browser(look, scheme, width):
 
 
 def test_papers_say_what_the_ledger_says():
-    command = LEDGER[0]["measured"][0]["command"]
-    html = papers_page(LEDGER, records={command: "reports/one.html", "llm-int8": "two.html"}, root="..")
+    measured = [m for e in LEDGER for m in e["measured"] or []]
+    command = next(m["command"] for m in measured if "record" not in m)
+    html = papers_page(LEDGER, records={command: "reports/one.html", "pychop": "two.html"}, root="..")
     assert html.count("<section") == len(LEDGER) and html.count("not measured here") == sum(
         not e["measured"] for e in LEDGER
     )
-    assert html.count('href="reports/one.html"') == sum(
-        m["command"] == command for e in LEDGER for m in e["measured"] or []
-    )
+    assert html.count('href="reports/one.html"') == sum(m["command"] == command for m in measured)
+    assert html.count('href="../reports/published/') == sum("record" in m for m in measured)
+    assert html.count("the order that the paper claims") == sum("order" in e for e in LEDGER)
     assert 'href="two.html"' in html and 'href="https://arxiv.org/abs/2210.17323"' in html
     for entry in LEDGER:
         assert f'href="../{entry["module"]}"' in html and f'id="{entry["id"]}"' in html
     assert 'href="../' not in papers_page(LEDGER), "no code beside the page"
+
+
+@pytest.mark.parametrize("entry", LEDGER, ids=lambda entry: entry["id"])
+def test_figures_of_the_ledger_are_those_of_the_records(entry):
+    """A measurement without a record cites the command that writes one."""
+    for one in entry["measured"] or []:
+        assert "that README" not in one["command"] and "parameters that" not in one["command"], "a command to paste"
+        if "record" not in one:
+            assert re.search(WRITES, one["command"]), one["command"]
+            continue
+        record = json.loads((ROOT / "reports" / "published" / one["record"]["file"]).read_text())
+        assert one["record"]["figures"]
+        assert shlex.split(one["command"]) == shlex.split(record["provenance"]["command"])
+        for path, figure in one["record"]["figures"].items():
+            shown = re.escape(figure.partition(" ")[0])
+            assert re.search(rf"(?<![\d.]){shown}(?!\d|\.\d)", one["value"]), figure
+            assert agrees(figure, recorded(record, path)), (figure, recorded(record, path))
+
+
+def test_figures_are_read_with_their_units():
+    record = {"a": {"b": 0.8749, "c": 1.0}, "d": {"e.f": 113095296}}
+    assert agrees("0.87", recorded(record, "a / b")) and not agrees("0.88", recorded(record, "a / b"))
+    assert agrees("87 %", recorded(record, "a / b")) and agrees("87 of 100", recorded(record, "a / b"))
+    assert agrees("113.1 MB", recorded(record, "d / e.f")) and agrees("113,095,296", recorded(record, "d / e.f"))
+    assert agrees("0.94", recorded(record, "a / b and a / c")) and agrees(
+        "-12.5 %", recorded(record, "a / b over a / c")
+    )
+    with pytest.raises(ValueError, match=r"`figures` \(='much'\)"):
+        agrees("much", 1.0)
+    with pytest.raises(KeyError):
+        recorded(record, "a / d")
 
 
 def test_names_and_links_cannot_run(browser, tmp_path, outcomes):

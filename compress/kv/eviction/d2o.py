@@ -25,7 +25,8 @@ class D2O(Policy):
     of their attention (`allocation=variance`).
 
     The authors' code differs from their paper, which is followed here: it takes plain means of rows scaled by their
-    cosines, decides for all heads together what is merged, and always keeps the first four tokens.
+    cosines, decides for all heads together what is merged, always keeps the first four tokens, and does not compress
+    the first two layers and the last one at all. Its budgets are followed here (`allocation.by_variance`).
     """
 
     allocation: str = knob("variance", "how the budget is shared out", choices=(*ALLOCATIONS, *MASS_ALLOCATIONS))
