@@ -138,7 +138,7 @@ def _apply(
     if where.type == "cpu" and current().count == 1:  # several processes wait for each other
         warn_if_busy()
     start = clock(where)
-    identity, tokens = _model_identity(model), _tokens_identity(batches)
+    identity, tokens = model_identity(model), _tokens_identity(batches)
     for method in () if copied else recipe:
         method.check(model)
     on_cache = [method for method in recipe if isinstance(method, CacheMethod)]
@@ -306,7 +306,7 @@ def _shared(
     return shared_statistics(needs, work_path, head=any("embedding" in method.places for method in methods))
 
 
-def _model_identity(model: nn.Module) -> dict[str, Any]:
+def model_identity(model: nn.Module) -> dict[str, Any]:
     """The record's description of the model that was compressed."""
     return {
         "name": getattr(model, "name_or_path", "") or type(model).__name__,

@@ -73,6 +73,11 @@ def folder_of(task_path: str = "") -> Path | None:
     return folder.resolve()
 
 
+def is_local(name: str, task_path: str = "") -> bool:
+    """Whether a task is one of a file, and not of lm-eval's catalogue."""
+    return name in _files(folder_of(task_path))
+
+
 def check_names(names: Sequence[str], task_path: str = "", num_fewshot: int | None = None) -> None:
     """Raise ValueError if a task is unknown, its data are not available, or its scoring would run code written by a
     model."""
