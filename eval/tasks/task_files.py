@@ -73,9 +73,11 @@ def folder_of(task_path: str = "") -> Path | None:
     return folder.resolve()
 
 
-def is_local(name: str, task_path: str = "") -> bool:
-    """Whether a task is one of a file, and not of lm-eval's catalogue."""
-    return name in _files(folder_of(task_path))
+def local_place(name: str) -> Path | None:
+    """The folder on this machine that holds a task's rows, or its file; None: its rows come from the hub."""
+    if _copies([name], None):
+        return local_data() / name
+    return _files(folder_of()).get(name)
 
 
 def check_names(names: Sequence[str], task_path: str = "", num_fewshot: int | None = None) -> None:

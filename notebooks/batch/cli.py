@@ -12,12 +12,11 @@ table, data.
 """
 
 import argparse
-import contextlib
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from notebooks.batch.verbs import chat, compare, compress, data, listing, score, table
+from notebooks.batch.verbs import chat, compare, completion, compress, data, listing, score, table
 from notebooks.study.parameters import bounded, from_here, parse_value, read_parameters, type_name
 
 DISTRIBUTION = "model-compression-workbench"
@@ -26,10 +25,7 @@ DISTRIBUTION = "model-compression-workbench"
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 done, 1 a run failed or a verdict is negative, 2 wrong arguments, 130 interrupted."""
     parser = _parser()
-    with contextlib.suppress(ImportError):  # completes words in the shell, where it is installed
-        import argcomplete
-
-        argcomplete.autocomplete(parser)
+    completion.complete(parser)
     options = parser.parse_args(arguments)
     try:
         return options.does(options)

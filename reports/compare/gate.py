@@ -14,12 +14,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
-from eval.record.metrics import Z
+from eval.record.noise import Z
 from eval.record.rows import RunRecord, Scores
 from reports.parts.text import clean
 
@@ -110,21 +107,16 @@ class Gate:
         return Answer(tuple(rows))
 
 
-def read_gate(path: Path) -> Gate:
-    """The gate of a YAML file.
+def gate_of(content: Any, file: str) -> Gate:
+    """The gate that the content of a YAML file describes.
 
     Raises:
-        ValueError: there is no such file, or it holds something else than rules with numbers.
+        ValueError: it holds something else than metrics with rules that have finite numbers.
     """
-    where = f"`--gate` (={str(path)!r})"
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        said = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ValueError(f"{where} cannot be read: {said[:300]}") from error
-    if not isinstance(content, dict) or not content:
+    where = f"`--gate` (={file!r})"
+    if not isinstance(content, Mapping) or not content:
         raise ValueError(f"{where} must name metrics with limits, such as: kl_pydocs: {{max: 0.2}}")
-    return Gate(tuple(limit for metric, rules in content.items() for limit in _limits(where, metric, rules)), str(path))
+    return Gate(tuple(limit for metric, rules in content.items() for limit in _limits(where, metric, rules)), file)
 
 
 def _limits(where: str, metric: Any, rules: Any) -> list[Limit]:

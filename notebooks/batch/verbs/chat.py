@@ -31,6 +31,7 @@ def declare(command) -> None:
         "--temperature", metavar="T", type=float, default=0.0, help="0 (default): the likeliest token; above: sampled"
     )
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of sampling (default: 0)")
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda")
     parser.add_argument(
         "--continue",
         dest="continues",
@@ -42,12 +43,13 @@ def declare(command) -> None:
 
 def chat(options: argparse.Namespace) -> int:
     """Answer prompts until the input ends."""
-    from notebooks.batch.verbs.loading import baseline_of, check_model
+    from notebooks.batch.verbs.loading import baseline_of, check_device, check_model
 
     if options.tokens < 1:
         raise ValueError(f"`--tokens` (={options.tokens}) must be 1 or more")
     if not 0 <= options.temperature < 100:
         raise ValueError(f"`--temperature` (={options.temperature}) must be 0 or above")
+    check_device(options.device)
     check_model(options.model)
     if options.baseline and not options.beside:
         raise ValueError("`--baseline` names the model that --beside shows; give --beside, too")
@@ -91,7 +93,7 @@ class _Writer:
 
         _note(f"{name} is loaded")
         disable_progress_bar()
-        model, tokenizer = load_model(name, dtype="bfloat16")
+        model, tokenizer = load_model(name, dtype="bfloat16", device=options.device)
         how: dict[str, Any] = {"max_new_tokens": options.tokens, "do_sample": options.temperature > 0}
         how |= {"temperature": options.temperature} if options.temperature else {}
         template = bool(getattr(tokenizer, "chat_template", None)) and not options.continues
@@ -106,7 +108,8 @@ class _Writer:
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
                 show(text)
 
-        inputs = self._inputs(prompt)
+        self.turns.append({"role": "user", "content": prompt})
+        inputs = {name: tensor.to(self.model.device) for name, tensor in self._inputs().items()}
         torch.manual_seed(self.seed)
         begin = time.perf_counter()
         streamer = Shown(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -118,13 +121,28 @@ class _Writer:
         self.said = f"{self.tokens} tokens, {self.tokens / self.seconds:,.0f} a second with the prompt"
         return text
 
-    def _inputs(self, prompt: str) -> dict[str, Any]:
-        self.turns.append({"role": "user", "content": prompt})
-        if not self.has_template:
-            return self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-        return self.tokenizer.apply_chat_template(
-            self.turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+    def _inputs(self) -> dict[str, Any]:
+        """The tokens of the conversation. Its oldest turns are left out while the model has no room for an answer.
+
+        Raises:
+            ValueError: there is no room behind the last prompt alone.
+        """
+        while True:
+            if self.has_template:
+                how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+                inputs = self.tokenizer.apply_chat_template(self.turns, **how)
+            else:
+                text = self.turns[-1]["content"]
+                inputs = self.tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+            length, most = inputs["input_ids"].shape[1], self.model.config.get_text_config().max_position_embeddings
+            if length + self.how["max_new_tokens"] <= most:
+                return inputs
+            if len(self.turns) == 1:
+                raise ValueError(
+                    f"the prompt has {length} tokens, and {self.name} {most} positions: that leaves no room for "
+                    f"`--tokens` (={self.how['max_new_tokens']})"
+                )
+            del self.turns[:2]
 
     def _padding(self) -> int | None:
         found = self.tokenizer.pad_token_id

@@ -63,13 +63,21 @@ def compare(options: argparse.Namespace) -> int:
 
 def _gate(options: argparse.Namespace):
     """The gate that `--gate` names; None without it."""
-    from reports.compare.gate import read_gate
+    import yaml
+
+    from notebooks.batch.sweep.loader import Loader
+    from reports.compare.gate import gate_of
 
     if options.gate is None:
         return None
     if options.recovery_threshold is not None:
         raise ValueError("`--gate` and `--recovery-threshold` both decide the exit status; give one of them")
-    return read_gate(options.gate)
+    try:
+        content = yaml.load(options.gate.read_text(encoding="utf-8"), Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        said = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
+        raise ValueError(f"`--gate` (={str(options.gate)!r}) cannot be read: {said}") from error
+    return gate_of(content, str(options.gate))
 
 
 def _record_of(name: str) -> str:

@@ -116,16 +116,16 @@ def complete(planned, runs: Path) -> None:
     """Put the page beside the model, unless there is one, and print what was made."""
     from eval.record.rows import typed
     from eval.record.schema import read_record
+    from notebooks.batch.saved_model import PAGE, copy_whole
     from notebooks.batch.status import folder_of
 
     run, place = folder_of(planned, runs), Path(planned.values["save_path"])
-    for name in ("record.json", "report.html"):
-        if not (place / name).exists() and (run / name).is_file():
-            shutil.copy2(run / name, place / name)
+    if not (place / PAGE).exists() and (run / PAGE).is_file():
+        copy_whole(run / PAGE, place / PAGE)
     record = typed(read_record(run / "record.json"))
     print(f"\n{planned.values['recipe']} of {planned.values['model_name']}: {scores_in_words(record)}")
     print(f"model: {place} (as {planned.values[SAVE_FORMAT]}; loaded again, and compared with the one in memory)")
-    print(f"page:  {place / 'report.html'}\nnext:  workbench chat {place} --beside\n       workbench eval {place}")
+    print(f"page:  {place / PAGE}\nnext:  workbench chat {place} --beside\n       workbench eval {place}")
 
 
 def scores_in_words(record) -> str:

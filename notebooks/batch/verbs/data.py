@@ -58,8 +58,10 @@ def needs_of(file: Path) -> list[Need]:
     """
     import yaml
 
+    from notebooks.batch.sweep.loader import Loader
+
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"`SWEEP` (={str(file)!r}) cannot be read: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(content, dict):
@@ -129,11 +131,11 @@ def _text(need: Need, fetch: bool) -> Answer:
 
 
 def _task(need: Need, fetch: bool) -> Answer:
-    from eval.tasks.task_files import check_names, find_tasks, folder_of, is_local
+    from eval.tasks.task_files import check_names, find_tasks, local_place
 
     check_names([need.name])
-    if is_local(need.name):
-        return Answer("there", str(folder_of()))
+    if place := local_place(need.name):
+        return Answer("there", str(place))
     if not fetch:
         return Answer("on the hub", "lm-eval's own")
     find_tasks([need.name])

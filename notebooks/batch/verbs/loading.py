@@ -33,6 +33,16 @@ def check_model(name: str, argument: str = "DIR") -> None:
         raise ValueError(str(error).replace("`model_name` (=", f"`{argument}` (=")) from error
 
 
+def check_device(device: str) -> None:
+    """Raise ValueError if this machine has no such device."""
+    from compress.inputs import model
+
+    try:
+        model.check_device(device)
+    except ValueError as error:
+        raise ValueError(str(error).replace("`device`", "`--device`")) from error
+
+
 def baseline_of(name: str, given: str, *, needed: bool = False) -> str:
     """The original of a saved model; "" if it is not known, or not there, with a line that says so.
 

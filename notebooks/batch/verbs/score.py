@@ -50,15 +50,15 @@ def score(options: argparse.Namespace) -> int:
     for note in scores.notes:
         print(f"note: {note}")
     if options.out:
-        print(_written(options, model, original, scores))
+        print(_written(options, model, scores))
     return 0
 
 
 def _checked(options: argparse.Namespace) -> str:
     """Everything that can be refused before a model is loaded; returns the name of the original, or ""."""
     from compress.inputs.corpus import check_corpus
-    from compress.inputs.model import DTYPES, check_device
-    from notebooks.batch.verbs.loading import baseline_of, check_model
+    from compress.inputs.model import DTYPES
+    from notebooks.batch.verbs.loading import baseline_of, check_device, check_model
 
     for option, least in (("window", 2), ("max_windows", 1), ("speed_rounds", 0)):
         if getattr(options, option) < least:
@@ -68,21 +68,20 @@ def _checked(options: argparse.Namespace) -> str:
         raise ValueError(f"`--dtype` (={options.dtype!r}) must be one of {', '.join(DTYPES)}")
     if options.out and options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
         raise ValueError(f"`--out` (={str(options.out)!r}) exists already; name a new folder, or remove it first")
+    check_device(options.device)
     try:
-        check_device(options.device)
         check_corpus(options.text, "evaluation")
     except ValueError as error:
-        raise ValueError(str(error).replace("`corpus`", "`--text`").replace("`device`", "`--device`")) from error
+        raise ValueError(str(error).replace("`corpus`", "`--text`")) from error
     check_model(options.model)
     return baseline_of(options.model, options.baseline)
 
 
 def _alone(scores: Any) -> Any:
     """The scores of a model without a baseline, which was compared with itself so far."""
-    own = {
-        metric: value for metric, value in scores.metrics["compressed"].items() if not metric.startswith(_ITSELF)
-    }  # fmt: skip
-    return replace(scores, metrics={"compressed": own}, difference={})
+    found = scores.metrics["compressed"]
+    own = {metric: value for metric, value in found.items() if not metric.startswith(_ITSELF)}
+    return replace(scores, metrics={"baseline": {}, "compressed": own}, difference={})
 
 
 def _table(scores: Any) -> str:
@@ -90,9 +89,10 @@ def _table(scores: Any) -> str:
     from eval.record.metrics import metric_table
     from notebooks.batch.status import aligned
 
-    table = metric_table(list(scores.metrics), scores.metrics, scores.difference, scores.speed)
-    names = ["" if len(table.models) == 1 else name for name in table.models]
-    rows = [["", *(name for name in names), *(["change"] * (len(names) > 1))]]
+    models = [name for name, found in scores.metrics.items() if found]
+    table = metric_table(models, scores.metrics, scores.difference, scores.speed)
+    alone = len(table.models) == 1
+    rows = [["", "value"] if alone else ["", *table.models, "change"]]
     for row in table.rows:
         label = " on ".join(filter(None, (row.label, row.detail)))
         cells = [" ".join(filter(None, cell)) for cell in row.cells]
@@ -101,7 +101,7 @@ def _table(scores: Any) -> str:
     return aligned(rows)
 
 
-def _written(options: argparse.Namespace, model: Any, original: str, scores: Any) -> str:
+def _written(options: argparse.Namespace, model: Any, scores: Any) -> str:
     """Write record.json and report.html; returns a line that names them."""
     import sys
     from datetime import UTC, datetime, timedelta
