@@ -215,6 +215,7 @@ def test_files_of_the_user_beside_a_model_survive_a_forced_rerun(tmp_path):
     (case.model.place / "more" / "notes.txt").write_text("mine")
     assert case.model.complete(["before"]), "an edited card is no damage"
     case.killed_at(1000)
+    tidy(case.folder, case.values)
     assert check(case.folder, case.model) != "before"
     assert (case.model.place / "more" / "notes.txt").read_text() == "mine"
     assert (case.model.place / "README.before.md").read_text() == "card, edited"
