@@ -10,6 +10,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from compress.checkpoint.shards import SHARD_BYTES
+from compress.method import METHODS
+from compress.records import DropRecord, LayerRecord
 from compress.result import Result
 from kernels.support.errors import first_line
 
@@ -60,6 +62,23 @@ class Story:
             layers=[asdict(record) for record in result.layers],
             drops=[asdict(record) for record in result.drops],
             kept=result.kept,
+        )
+
+    def result(self, model: nn.Module) -> Result:
+        """The result of the compression, with its model as it was loaded again; methods that are not in METHODS are
+        left out."""
+        steps = [METHODS[step["method"]](**step["knobs"]) for step in self.recipe if step["method"] in METHODS]
+        return Result(
+            model=model,
+            recipe=steps,
+            asked=steps,
+            layers=[LayerRecord(**layer) for layer in self.layers],
+            drops=[DropRecord(**drop) for drop in self.drops],
+            kept=self.kept,
+            identity=self.model,
+            calibration=self.calibration,
+            seconds=0.0,
+            kernels={},
         )
 
 

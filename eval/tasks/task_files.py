@@ -73,6 +73,13 @@ def folder_of(task_path: str = "") -> Path | None:
     return folder.resolve()
 
 
+def local_place(name: str) -> Path | None:
+    """The folder on this machine that holds a task's rows, or its file; None: its rows come from the hub."""
+    if _copies([name], None):
+        return local_data() / name
+    return _files(folder_of()).get(name)
+
+
 def check_names(names: Sequence[str], task_path: str = "", num_fewshot: int | None = None) -> None:
     """Raise ValueError if a task is unknown, its data are not available, or its scoring would run code written by a
     model."""

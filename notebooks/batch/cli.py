@@ -6,8 +6,9 @@ $ workbench run quickstart              # the same command, or `resume`, continu
 $ workbench status quickstart
 $ workbench compare quickstart          # writes a page; of two runs it also gives a verdict and an exit status
 $ workbench report                      # writes all pages again: runs/index.html, comparisons, papers
-$ workbench table runs/*/record.json
-$ workbench export models/mine --format gguf    # a saved model, in the format of another library
+
+`notebooks.batch.verbs` has the verbs about models, data and finished runs: compress, eval, chat, export, list, compare,
+table, data.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from notebooks.batch.verbs import chat, compare, completion, compress, data, listing, score, table
 from notebooks.study.parameters import bounded, from_here, parse_value, read_parameters, type_name
 
 DISTRIBUTION = "model-compression-workbench"
@@ -22,12 +24,17 @@ DISTRIBUTION = "model-compression-workbench"
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 done, 1 a run failed or a verdict is negative, 2 wrong arguments, 130 interrupted."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    completion.complete(parser)
+    options = parser.parse_args(arguments)
     try:
         return options.does(options)
     except ValueError as error:
         print(f"workbench: {bounded(str(error), 200_000)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("workbench: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `workbench status | head`
         sys.stderr.close()
         return 0
@@ -60,7 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     planned.add_argument("--stale", action="store_true", help="plan stale runs again, too")
     run = command("run", _run, "execute a notebook, or the runs of a sweep that are not finished", what)
     resume = command("resume", _resume, "continue a sweep that was interrupted", ("sweep", sweep))
-    for one in (planned, run):
+    compressed = compress.declare(command)
+    compressed.set_defaults(does=_compress, timeout=None, cell_timeout=None, parallel=None, engine="local", slurm=[])
+    compressed.set_defaults(address="", trust=[])
+    for one in (planned, run, compressed):
         one.add_argument(
             "-p",
             "--parameter",
@@ -79,13 +89,18 @@ def _parser() -> argparse.ArgumentParser:
             help="allow notebooks and task files of this folder to be executed while a sweep is planned; they are "
             "code ($WORKBENCH_TRUST names folders that are always allowed)",
         )
-    run.add_argument("--force", action="store_true", help="execute finished runs again, too")
+    for one in (run, compressed):
+        one.add_argument("--force", action="store_true", help="execute finished runs again, too")
     run.add_argument("--timeout", metavar="SECONDS", default=None, help="time limit of each run")
     run.add_argument("--cell-timeout", metavar="SECONDS", default=None, help="time limit of each cell")
-    for one in (run, resume):
+    for one in (run, resume, compressed):
         one.add_argument(
             "--stale", action="store_true", help="execute runs again that were made by other code of the workbench"
         )
+        one.add_argument(
+            "--gpus", metavar="N", type=int, default=None, help="GPUs of each run; overrides the sweep's `gpus`"
+        )
+    for one in (run, resume):
         at_once = (
             "how many runs are executed at once on this machine (default: 1), or how many jobs SLURM runs at once "
             "(default: no limit); for Ray, `ray start --num-cpus` sets it. No run computes while another one is timed"
@@ -98,9 +113,6 @@ def _parser() -> argparse.ArgumentParser:
             help="where runs are executed: on this machine (default), on a Ray cluster, or as jobs of SLURM",
         )
         one.add_argument(
-            "--gpus", metavar="N", type=int, default=None, help="GPUs of each run; overrides the sweep's `gpus`"
-        )
-        one.add_argument(
             "--slurm",
             metavar="NAME=VALUE",
             action="append",
@@ -111,19 +123,6 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("--address", default="", help="HOST:PORT of the Ray cluster's head (default: this machine)")
     status = command("status", _status, "list finished, running, failed and waiting runs of a sweep", ("sweep", sweep))
     status.add_argument("--lines", action="store_true", help="print the last lines of failed runs, too")
-    several = (
-        "named",
-        {"nargs": "+", "metavar": "RUN", "help": "a sweep, the key or the folder of a run, or a record"},
-    )
-    compare = command("compare", _compare, "compare runs on one page; two runs also get a verdict", several)
-    compare.add_argument("--output", type=Path, default=None, metavar="FILE", help="page to write")
-    compare.add_argument(
-        "--recovery-threshold",
-        metavar="SHARE",
-        type=float,
-        default=None,
-        help="share of the first run's accuracy that the second run must keep (default: 0.99)",
-    )
     command(
         "report",
         _report,
@@ -135,20 +134,6 @@ def _parser() -> argparse.ArgumentParser:
         _list,
         "list a notebook's parameters",
         ("notebook", {"help": "a name (gptq), or the path of an .ipynb file"}),
-    )
-    table = command(
-        "table",
-        _table,
-        "print the models of records as a Markdown table",
-        ("records", {"nargs": "*", "metavar": "RECORD.json", "help": "record of a run: runs/KEY/record.json"}),
-    )
-    table.add_argument(
-        "--update", metavar="FILE", help="write the tables of a Markdown file again from the records that it names"
-    )
-    table.add_argument(
-        "--write",
-        metavar="FOLDER",
-        help="write the index and the notes of a folder of records, such as reports/published",
     )
     exported = command(
         "export",
@@ -167,6 +152,8 @@ def _parser() -> argparse.ArgumentParser:
     exported.add_argument(
         "--to", metavar="FOLDER", type=Path, default=None, help="new folder to write (default: CHECKPOINT-FORMAT)"
     )
+    for verb in (score, chat, listing, compare, table, data):
+        verb.declare(command)
     return parser
 
 
@@ -218,6 +205,27 @@ def _planned(options: argparse.Namespace):
     }
     given = {name: from_here(name, value) for name, value in given.items()}
     return single(options.what, given)
+
+
+def _compress(options: argparse.Namespace) -> int:
+    from notebooks.batch.job import is_stale
+    from notebooks.batch.run_folder import RunFolder
+    from notebooks.batch.status import folder_of
+    from notebooks.study.identity import packages_code
+
+    options.what, options.parameter = compress.NOTEBOOK, compress.given(options)
+    try:
+        sweep = _planned(options)
+    except ValueError as error:
+        raise compress.in_own_words(error) from error
+    (planned,), runs = sweep.runs, _runs(options)
+    again = options.stale and is_stale(RunFolder(folder_of(planned, runs)).manifest(), packages_code())
+    if not (options.force or again):
+        compress.take_over(planned, runs)
+    status = _execute(sweep, options)
+    if status == 0:
+        compress.complete(planned, runs)
+    return status
 
 
 def _resume(options: argparse.Namespace) -> int:
@@ -321,29 +329,6 @@ def _status(options: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(options: argparse.Namespace) -> int:
-    from notebooks.batch import pages
-
-    names = [Path(name).stem if Path(name).suffix in (".yml", ".json") else name for name in options.named]
-    title = " and ".join(names) if len(names) < 3 else f"{len(names)} runs"
-    made = pages.compared(options.named, _runs(options), page=str(options.output or ""), title=title)
-    count = len(made.outcomes)
-    threshold = 0.99 if options.recovery_threshold is None else options.recovery_threshold
-    if not 0 < threshold <= 2:
-        raise ValueError(f"`--recovery-threshold` (={threshold}) must be a share, such as 0.99")
-    if options.recovery_threshold is not None and count != 2:
-        raise ValueError(f"`--recovery-threshold` (={threshold}) is for two runs; these are {count}")
-    status = 0
-    if count == 2 and (len(options.named) == 2 or options.recovery_threshold is not None):
-        verdict = pages.verdict_of(made.outcomes, threshold)
-        print(verdict.text)
-        status = verdict.exit_code
-    else:
-        print(made.leaderboard.markdown(), end="")
-    print(f"page: {made.write().path}")
-    return status
-
-
 def _report(options: argparse.Namespace) -> int:
     from notebooks.batch import pages
 
@@ -355,36 +340,6 @@ def _report(options: argparse.Namespace) -> int:
 def _list(options: argparse.Namespace) -> int:
     for p in read_parameters(options.notebook).values():
         print(f"{p.name}: {type_name(p.type)} = {p.default!r}  {p.help}")
-    return 0
-
-
-def _table(options: argparse.Namespace) -> int:
-    from eval.record.files import write_whole
-    from eval.record.schema import read_record
-    from reports.parts.published import published_files
-    from reports.parts.table import markdown, strengths_markdown, updated
-
-    if sum(map(bool, (options.records, options.update, options.write))) != 1:
-        raise ValueError("`table` takes records, or --update with a file that names them, or --write with a folder")
-    if options.write:
-        for path, text in published_files(Path(options.write)).items():
-            print(write_whole(text, path))
-        return 0
-    if options.records:
-        read = [read_record(path) for path in options.records]
-        print(markdown(read), end="")
-        for record in read:
-            if record.get("strengths", {}).get("lines"):
-                print("\n" + strengths_markdown([record]), end="")
-        return 0
-    path = Path(options.update)
-    if not path.is_file():
-        raise ValueError(f"`--update` (={options.update!r}): there is no such file")
-    before = path.read_text(encoding="utf-8")
-    after = updated(before, lambda name: read_record(path.parent / name))
-    if after != before:
-        path.write_text(after, encoding="utf-8")
-    print(f"{path}: {'tables written again' if after != before else 'up to date'}")
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from eval.record.manifest import MANIFEST
+from eval.record.rows import RunRecord
 from eval.record.schema import read_record
 from eval.text.names import with_short_names
 from kernels.support.source import code_sha256
@@ -23,7 +24,7 @@ from notebooks.batch.status import kept_sweep, run_folders, sweep_folder, sweep_
 from notebooks.study.identity import ROOT, packages_code
 from notebooks.study.parameters import read_parameters
 from reports.compare.compare import Leaderboard, Verdict, compare_two, leaderboard, render_comparison
-from reports.compare.index import index_row, render_index
+from reports.compare.index import IndexRow, index_row, render_index
 from reports.compare.index_rows import rows_of
 from reports.compare.outcome import RunOutcome
 from reports.compare.papers import render_papers
@@ -141,22 +142,36 @@ def verdict_of(found: Sequence[RunOutcome], recovery_threshold: float) -> Verdic
     Raises:
         ValueError: one of the runs is not finished, or they cannot be compared.
     """
-    for one in found:
-        if one.record is None:
-            raise ValueError(f"`runs`: {one.key} is {one.status}, and has no record to compare")
-    return compare_two(found[0].record, found[1].record, recovery_threshold=recovery_threshold)
+    a, b = map(finished, found)
+    return compare_two(a, b, recovery_threshold=recovery_threshold)
+
+
+def finished(one: RunOutcome) -> RunRecord:
+    """The record of a finished run.
+
+    Raises:
+        ValueError: the run is not finished.
+    """
+    if one.record is None:
+        raise ValueError(f"`runs`: {one.key} is {one.status}, and has no record to compare")
+    return one.measured
 
 
 def write_index(runs: Path) -> Report:
     """runs/index.html: every run that is finished in the folder, failed, or is running."""
-    page, code = runs / "index.html", packages_code()
-    form = code_sha256(*(ROOT / place for place in _DRAWING))
-    rows = rows_of(all_folders(runs), runs, form, code, lambda folder: index_row(outcome(folder, page, {}, code)))
+    page = runs / "index.html"
     comparisons = {
         _title(path.parent.name, runs): os.path.relpath(path, page.parent)
         for path in sorted(runs.glob("sweeps/*/comparison.html"))
     }
-    return render_index(rows, page, comparisons=comparisons)
+    return render_index(index_rows(runs), page, comparisons=comparisons)
+
+
+def index_rows(runs: Path) -> list[IndexRow]:
+    """Every run that is finished in the folder, failed, or is running, as a row."""
+    page, code = runs / "index.html", packages_code()
+    form = code_sha256(*(ROOT / place for place in _DRAWING))
+    return rows_of(all_folders(runs), runs, form, code, lambda folder: index_row(outcome(folder, page, {}, code)))
 
 
 def _title(sweep: str, runs: Path) -> str:

@@ -176,6 +176,15 @@ class RunFolder:
         self._discard(self.old, *self._running(), *((self.failed, self.work) if finished else ()))
         remove_asides(self.lease)
 
+    def everything(self) -> list[Path]:
+        """What is there of the run: its folder, those of failed, killed and earlier attempts, and finished blocks."""
+        earlier = self.folder.parent.glob(f"{glob.escape(self.folder.name)}.before*")
+        return [
+            path
+            for path in (self.folder, self.failed, self.work, self.old, *earlier, *self._running())
+            if path.exists()
+        ]
+
     def _discard(self, *folders: Path) -> None:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)

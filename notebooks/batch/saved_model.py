@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from eval.record.files import sync
-from eval.record.manifest import MANIFEST, problems, seal
+from eval.record.manifest import MANIFEST, file_sha256, problems, seal
 from eval.record.reading import read_json
 from notebooks.study.parameters import OWN_FORMAT, SAVE_FORMAT
+
+EDITABLE = ("README.md",)  # files of a saved model that a user may change
+PAGE = "report.html"  # copied from the run, and not part of the model
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class SavedModel:
     def complete(self, attempts: Collection[str]) -> bool:
         """Whether the model exists, was saved by one of these attempts at this run in this format, and is complete."""
         own = read_json(self.place / MANIFEST).get("attempt", "") in attempts
-        return own and self._format_there() == self.save_format and not problems(self.place, self.key)
+        return own and self._format_there() == self.save_format and not problems(self.place, self.key, EDITABLE)
 
     def _format_there(self) -> str:
         return read_json(self.place / MANIFEST).get(SAVE_FORMAT, OWN_FORMAT)
@@ -80,13 +83,27 @@ class SavedModel:
         seal(self.part, {"key": self.key, "attempt": self.attempt, SAVE_FORMAT: self.save_format})
 
     def promote(self) -> None:
-        """Move the model that this attempt has saved and sealed to its place."""
+        """Move the model that this attempt has saved and sealed to its place, with the user's files that are there."""
         if self.place.exists():
+            self._take_along()
             shutil.rmtree(self.old, ignore_errors=True)
             os.rename(self.place, self.old)
         os.rename(self.part, self.place)
         sync(self.place.parent)
         shutil.rmtree(self.old, ignore_errors=True)
+
+    def _take_along(self) -> None:
+        """Copy what the user has put or changed beside the former model: an edited card becomes `README.before.md`."""
+        listed = read_json(self.place / MANIFEST).get("files", {})
+        for path in sorted(self.place.rglob("*")) if listed else ():
+            name = path.relative_to(self.place)
+            if not path.is_file() or str(name) in (MANIFEST, PAGE):
+                continue
+            if str(name) in EDITABLE and file_sha256(path) != listed.get(str(name), {}).get("sha256"):
+                name = name.with_suffix(f".before{name.suffix}")
+            elif str(name) in listed:
+                continue
+            copy_whole(path, self.part / name)
 
     def recover(self, finished: str) -> None:
         """Finish a promotion that was killed, and remove files of killed attempts. Only for the lease's holder.
@@ -108,6 +125,17 @@ class SavedModel:
         name, parent = glob.escape(self.place.name), self.place.parent
         for left in [self.old, *parent.glob(f".{name}.*.saving"), *parent.glob(f"..{name}.*.saving-*")]:
             shutil.rmtree(left, ignore_errors=True)
+
+
+def copy_whole(source: Path, target: Path) -> None:
+    """Copy a file, whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{os.urandom(6).hex()}.copy")
+    try:
+        shutil.copy2(source, part)
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def check_save_path(values: dict[str, Any], key: str) -> None:

@@ -59,7 +59,8 @@ def page_of_rows(rows: Sequence["IndexRow"], *, comparisons: Mapping[str, str] =
 
 
 class IndexRow(NamedTuple):
-    """One run as a row of the table; kept, smaller and faster are the sort keys of its columns."""
+    """One run as a row of the table; kept, smaller and faster are the sort keys of its columns. The last three are for
+    `workbench list`."""
 
     key: str
     notebook: str
@@ -80,6 +81,9 @@ class IndexRow(NamedTuple):
     report: str
     notebook_file: str
     record: str
+    kl: float | None  # of the compressed model from its baseline, nats per token, on the first text
+    stored_bytes: float | None
+    decode: float | None  # tokens per second
 
 
 def index_row(one: RunOutcome) -> IndexRow:
@@ -105,7 +109,14 @@ def index_row(one: RunOutcome) -> IndexRow:
         _why(failure) if failure else "",
         "" if done else link(folder),
         *(link(folder, file) if done else "" for file in ("report.html", "notebook.ipynb", "record.json")),
+        *_measured(record),
     )
+
+
+def _measured(record: RunRecord) -> tuple[float | None, float | None, float | None]:
+    """Divergence, bytes and decode speed of the compressed model."""
+    kl = next((record.score("compressed", f"kl_{corpus}") for corpus in record.corpora), None)
+    return kl, *(record.score("compressed", metric) for metric in ("stored_bytes", "decode_tokens_per_s"))
 
 
 def _why(failure: Failure) -> str:

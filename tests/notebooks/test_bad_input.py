@@ -159,6 +159,18 @@ CASES: list[tuple[str, str, Callable[[Path], object] | None, str]] = [
     ("A checkpoint with a byte changed", "export saved --format gguf", _flipped, "its sha256 differs"),
     ("A saved model that is not whole, as the model of a run", "plan gptq -p model_name saved",
      _without_shard, "lacks model.safetensors"),
+    ("A method that does not exist, for `compress`", "compress tiny gptqq --out m",
+     None, "did you mean gptq?"),
+    ("A model that is not there, for `compress`", "compress ./nope gptq --out m", None, "`MODEL` (='./nope')"),
+    ("A folder that holds other files, for `compress`", "compress tiny gptq --out taken", _taken, "`--out` (="),
+    ("A format that cannot hold the recipe, for `compress`",
+     "compress tiny nf4 --out m --format gptq", None, "`--format` (='gptq')"),
+    ("A format that does not exist, for `compress`", "compress tiny gptq --out m --format ggu",
+     None, "did you mean gguf?"),
+    ("A folder without a model, for `chat`", "chat tasks", _tasks, "`DIR` (='tasks')"),
+    ("An original that is not known, for `chat`", "chat tiny --beside", None, "name one with --baseline"),
+    ("A gate with an unknown limit", "compare a.json b.json --gate gate.yml",
+     _file("gate.yml", "kl_pydocs: {maxx: 0.2}"), "did you mean max?"),
     ("A disk that is full half way", "export saved --format compressed-tensors", _saved, "make room"),
 ]  # fmt: skip
 FULL = {"A full disk": 1000, "A disk that is full half way": 30_000}  # bytes that a file may have

@@ -204,6 +204,23 @@ def test_a_model_of_the_user_is_not_replaced_by_a_repair(tmp_path):
     assert (case.model.place / "mine").read_text() == "mine" and not case.model.complete([token])
 
 
+def test_files_of_the_user_beside_a_model_survive_a_forced_rerun(tmp_path):
+    """Files that the run did not write stay, and a card that was edited is kept under another name."""
+    case = Promotion(tmp_path)
+    (case.model.place / "README.md").write_text("card")
+    seal(case.model.place, {"key": case.key, "attempt": "before", "code": ""})
+    assert case.model.complete(["before"])
+    (case.model.place / "README.md").write_text("card, edited")
+    (case.model.place / "more").mkdir()
+    (case.model.place / "more" / "notes.txt").write_text("mine")
+    assert case.model.complete(["before"]), "an edited card is no damage"
+    case.killed_at(1000)
+    tidy(case.folder, case.values)
+    assert check(case.folder, case.model) != "before"
+    assert (case.model.place / "more" / "notes.txt").read_text() == "mine"
+    assert (case.model.place / "README.before.md").read_text() == "card, edited"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("everything", [True, False])
 def test_forced_reruns_that_are_killed_at_sixty_points(everything, trivial, tmp_path):
