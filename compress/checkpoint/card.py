@@ -257,6 +257,5 @@ def _verified(verification: Verification) -> str:
     remarks = "".join(f"- {remark}\n" for remark in verification.remarks)
     return (
         f"Before this checkpoint was called saved, it was loaded again with {verification.reader} and compared with "
-        f"the model in memory: the largest difference of a logit was {verification.largest_difference:.3g}.\n"
-        + (f"\n{remarks}" if remarks else "")
+        f"the model in memory: {verification}.\n" + (f"\n{remarks}" if remarks else "")
     )

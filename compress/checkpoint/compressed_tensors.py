@@ -53,7 +53,7 @@ from compress.checkpoint.interop.experts import (
     unread_experts,
 )
 from compress.checkpoint.interop.reading_experts import decoded, round_inputs, same_routing, with_split_experts
-from compress.checkpoint.interop.schemes import Scheme, quantization_config, scheme_of, vllm_remarks
+from compress.checkpoint.interop.schemes import Scheme, quantization_config, scheme_of, vllm_remarks, vllm_snippet
 from compress.checkpoint.interop.transformers_config import (
     other_tensors,
     plain_config,
@@ -91,11 +91,7 @@ model = AutoModelForCausalLM.from_pretrained("PATH", dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 ```
 
-vLLM:
-
-```sh
-vllm serve PATH
-```
+VLLM
 
 Copy this folder as it is. `save_pretrained` of a model that transformers loaded from it and that has run writes weights
 that are decompressed, under a configuration that calls them packed: vLLM and this workbench refuse such a folder."""
@@ -105,10 +101,11 @@ that are decompressed, under a configuration that calls them packed: vLLM and th
 
     def how_to_load(self, model: nn.Module) -> str:
         schemes = schemes_of(model)
+        snippet = self.snippet.replace("VLLM", vllm_snippet(schemes.values()))
         if unread_experts(StoredNames.of(model).experts, schemes):
-            return self.snippet[self.snippet.index("\nvLLM:") :]
+            return snippet[snippet.index("\nvLLM") :]
         auto = "AutoModelForImageTextToText" if has_images(type(model).__name__) else "AutoModelForCausalLM"
-        snippet = self.snippet.replace("AutoModelForCausalLM", auto)
+        snippet = snippet.replace("AutoModelForCausalLM", auto)
         if not is_asymmetric(schemes):
             return snippet
         dequantized = 'dtype="auto", quantization_config=CompressedTensorsConfig(dequantize=True)'
@@ -175,14 +172,14 @@ that are decompressed, under a configuration that calls them packed: vLLM and th
             agreement = compare_logits(
                 model, loaded, checkpoint.tokenizer, activations_as_they_are=unrounded_inputs if steps else None
             )
-        remarks = [str(agreement), *scale_remarks(rounded, model.dtype), *buffers, *vllm_remarks(schemes, model)]
+        remarks = [*scale_remarks(rounded, model.dtype), *buffers, *vllm_remarks(schemes, model)]
         reader = f"transformers {transformers.__version__}"
         remarks += expert_remarks(experts, schemes)
         if schemes:
             reader += f" with compressed-tensors {version('compressed-tensors')}"
         if is_asymmetric(schemes) and not unread:
             remarks.append(f"transformers loads asymmetric weights with `{DEQUANTIZE}` only")
-        return Verification(reader, agreement.largest, tuple(remarks))
+        return Verification(reader, agreement.largest, tuple(remarks), str(agreement))
 
 
 @contextmanager

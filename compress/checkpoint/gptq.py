@@ -34,7 +34,15 @@ from torch import Tensor, nn
 
 from compress.checkpoint.compressed_tensors import plain_part, rounding, scale_remarks
 from compress.checkpoint.interop.experts import expert_shapes
-from compress.checkpoint.interop.schemes import PACKED, Scheme, fused_linears, plain_spec, scheme_of, vllm_remarks
+from compress.checkpoint.interop.schemes import (
+    PACKED,
+    Scheme,
+    fused_linears,
+    plain_spec,
+    scheme_of,
+    vllm_remarks,
+    vllm_snippet,
+)
 from compress.checkpoint.interop.transformers_config import (
     linear_names,
     model_of_tensors,
@@ -69,11 +77,22 @@ model = GPTQModel.load("PATH")
 print(model.tokenizer.decode(model.generate("The capital of France is")[0]))
 ```
 
-vLLM (symmetric weights of 4 or 8 bits):
+transformers (`pip install optimum`, and after it `pip install gptqmodel`):
 
-```sh
-vllm serve PATH
-```"""
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+```
+"""
+
+    def how_to_load(self, model: nn.Module) -> str:
+        layout = Layout.of(model)
+        return f"{self.snippet}\n{vllm_snippet(layout.schemes.values())}" if layout.is_for_vllm else self.snippet
+
+    def read_by(self, model: nn.Module) -> str:
+        return self.readers if Layout.of(model).is_for_vllm else self.readers.removesuffix(", vLLM")
 
     def problem(self, linear: dict[str, Any]) -> str:
         try:
@@ -123,8 +142,9 @@ vllm serve PATH
         rounded = {n: rounding(linear, _scale_dtype(linear)) for n, linear in compressed_linears(model).items()}
         compare_weights(model, loaded, rounded)
         agreement = compare_logits(model, loaded, checkpoint.tokenizer)
-        remarks = [str(agreement), *scale_remarks(rounded, torch.float16), *buffers, *layout.vllm_remarks(model)]
-        return Verification("a decoder written from the description of the format", agreement.largest, tuple(remarks))
+        remarks = (*scale_remarks(rounded, torch.float16), *buffers, *layout.vllm_remarks(model))
+        reader = "a decoder written from the description of the format"
+        return Verification(reader, agreement.largest, remarks, str(agreement))
 
 
 @dataclass(frozen=True)
@@ -174,8 +194,12 @@ class Layout:
             )
         return patterns
 
+    @property
+    def is_for_vllm(self) -> bool:
+        return all(scheme.bits in (4, 8) and scheme.symmetric for scheme in self.schemes.values())
+
     def vllm_remarks(self, model: nn.Module) -> list[str]:
-        if any(scheme.bits not in (4, 8) or not scheme.symmetric for scheme in self.schemes.values()):
+        if not self.is_for_vllm:
             return ["vLLM does not load this: it reads this format with symmetric weights of 4 or 8 bits"]
         return vllm_remarks(self.schemes, model)
 

@@ -102,18 +102,30 @@ class Verification:
     Attributes:
         reader: the library that loaded it, with its version.
         largest_difference: between the logits of the model in memory and those of the loaded one.
+        agreement: how near the two models are, with the tolerance that "the same logits" means; "" for a difference of
+            0, or in checkpoints from before 27 November 2026, whose first remark says it.
         remarks: remarks for users, for example that KV policies are not part of this format.
     """
 
     reader: str
     largest_difference: float
     remarks: tuple[str, ...] = ()
+    agreement: str = ""
+
+    def __str__(self) -> str:
+        """The agreement in words."""
+        if self.agreement:
+            return self.agreement
+        if self.largest_difference == 0:
+            return "every logit is the same, to the last bit"
+        return f"the largest difference of a logit is {self.largest_difference:.3g}"
 
     @classmethod
     def read(cls, folder: Path) -> "Verification":
         """The verification that `write_checkpoint` wrote beside the checkpoint of a folder."""
         content = json.loads((folder / VERIFICATION).read_text(encoding="utf-8"))
-        return cls(content["reader"], content["largest_difference"], tuple(content["remarks"]))
+        agreement = content.get("agreement", "")
+        return cls(content["reader"], content["largest_difference"], tuple(content["remarks"]), agreement)
 
     def write(self, folder: Path) -> None:
         (folder / VERIFICATION).write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")

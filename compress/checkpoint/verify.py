@@ -48,9 +48,9 @@ class Agreement:
     def __str__(self) -> str:
         ties = f", {self.ties} within rounding of a tie" if self.ties else ""
         return (
-            f"{self.same} of {self.greedy} greedy tokens the same{ties}; logits differ by {self.largest:.2g} at most "
-            f"({self.rms:.2g} rms, {self.allowed:.2g} allowed; {self.median:.2g} and {self.allowed_median:.2g} at the "
-            "median position)"
+            f"{self.same} of {self.greedy} greedy tokens the same{ties}; logits differ by {self.rms:.2g} rms, where "
+            f"rounding explains {2 * self.allowed:.2g} (at the median position by {self.median:.2g} of "
+            f"{self.allowed_median:.2g}; by {self.largest:.2g} at most)"
         )
 
     def __bool__(self) -> bool:

@@ -27,6 +27,7 @@ from compress.inputs.hub import quick_to_fail, revision
 from compress.inputs.on_disk import load_on_disk
 from compress.walk.offload import put_on_disk
 from kernels.support.errors import first_line, kind_and_first_line
+from kernels.support.hub import hub_reachable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = ("memory", "disk")  # where a model's weights are while they are not in use
@@ -201,8 +202,11 @@ def decoder_config(model_name: str, folder: str, **more: str) -> PretrainedConfi
         if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
             raise ValueError(f"the `architectures` (={architectures!r:.80}) of its config.json must be a list of names")
     except Exception as error:  # a damaged file can lead to any error of the libraries that parse it
+        said = first_line(error)
+        if not Path(folder).exists() and not hub_reachable():
+            said = "there is no folder of this name, and without a connection the hub cannot be asked for it"
         raise ValueError(
-            f"`model_name` (={model_name!r}) is not there or cannot be read: {first_line(error)}; {_what_would_do()}"
+            f"`model_name` (={model_name!r}) is not there or cannot be read: {said}; {_what_would_do()}"
         ) from error
     if not has_decoder(config):
         raise ValueError(

@@ -4,7 +4,6 @@ The safetensors library maps whole files into the address space, which a limit o
 each tensor is read into memory of its own.
 """
 
-import fcntl
 import json
 import math
 import os
@@ -19,6 +18,8 @@ from typing import BinaryIO
 
 import torch
 from torch import Tensor
+
+from kernels.support.flock import AT_ONCE, EXCLUSIVE, LOCKS, flock
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -151,7 +152,7 @@ class WorkFolder:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         self.bytes = self.peak = self._count = 0  # bytes in the folder now, and their largest number so far
         lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        flock(lock, EXCLUSIVE)
         weakref.finalize(self, _close, lock, self.path)
 
     def keep(self, tensors: Mapping[str, Tensor]) -> TensorFile:
@@ -180,13 +181,13 @@ def _close(lock: int, path: Path) -> None:
 
 def _remove_left_behind(parent: Path) -> None:
     """Remove the folders of processes that were killed, recognised by locks that no process holds."""
-    for lock in parent.glob(f"{_PREFIX}*/lock"):
+    for lock in parent.glob(f"{_PREFIX}*/lock") if LOCKS else ():
         try:
             descriptor = os.open(lock, os.O_RDWR)
         except OSError:  # another user's, or removed
             continue
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock(descriptor, EXCLUSIVE | AT_ONCE)
             shutil.rmtree(lock.parent, ignore_errors=True)
         except OSError:
             pass

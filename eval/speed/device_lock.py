@@ -1,8 +1,9 @@
 """A lock per device for all runs of this user, so that nothing else computes on a device during a timing.
 
 Batch runs share a device while they compress and score (`share`); a run with timings waits until it has exclusive use
-of the device (`undisturbed`). New runs let a waiting one go first. The locks are made with `flock`, so the lock of a
-killed process is released.
+of the device (`undisturbed`). New runs let a waiting one go first. A run by itself that times nothing does not wait: if
+another one is being timed, it computes all the same, and the record of the other one shows the load. The locks are made
+with `flock`, so the lock of a killed process is released; on Windows, which has none, nothing waits.
 
 Every process that holds a device writes its name and its start time to a small file beside the lock, and locks that
 file until the process ends. A process that waits reports the process for which it waits: in the notebook's cell, and in
@@ -10,7 +11,6 @@ the file named by `$WORKBENCH_WAITING`, which exists as long as the process wait
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -24,12 +24,14 @@ from typing import IO
 
 import torch
 
+from kernels.support.flock import AT_ONCE, EXCLUSIVE, RELEASE, SHARED, flock
 from kernels.support.user_cache import cache_folder
 
 WAITING = "WORKBENCH_WAITING"  # names a file that exists while this process waits, so that the wait is not counted
 LOCKS = "WORKBENCH_LOCKS"  # names another folder for the locks, such as one that several users share
 POLL_S = 0.2
 SAY_AGAIN_S = 60.0  # seconds after which the wait is reported again
+_WITHOUT = "a run that times nothing (speed_rounds=0, of caches speed_contexts=[]) does not wait"
 _shared: dict[str, IO] = {}  # devices that this process shares
 _cards: dict[str, IO] = {}  # files in which this process describes itself
 _depth: dict[str, int] = {}
@@ -43,22 +45,32 @@ def call_this(run: str) -> None:
     _owner[0] = run
 
 
-def share(device: str | torch.device, threads: int | None = None) -> None:
+def share(device: str | torch.device, threads: int | None = None, *, waits: bool = True) -> None:
     """Compute on this device together with other processes, until this process ends; waits while a process runs timings
     there.
 
     Args:
         threads: number of processor threads that this process uses meanwhile; timings use all its threads.
+        waits: False for a process that times nothing and starts at once: processes that begin to time wait for it, but
+            not one that times already.
     """
     name = device_name(device)
     with _guard:
         if threads:
             _full.append(torch.get_num_threads())
             torch.set_num_threads(threads)
-        if name not in _shared:
+        if name in _shared:
+            return
+        if waits:
             with _gate(name):  # held by a process that waits for exclusive use
-                _shared[name] = _take(_file(name), fcntl.LOCK_SH, name)
-            _sign(name, "computes")
+                _shared[name] = _take(_file(name), SHARED, name)
+        else:
+            _shared[name] = _file(name)
+            try:
+                flock(_shared[name], SHARED | AT_ONCE)
+            except BlockingIOError:
+                print(f"Beside this run, another one is being timed: {'; '.join(holders(name))}", flush=True)
+        _sign(name, "computes")
 
 
 @contextlib.contextmanager
@@ -73,10 +85,10 @@ def undisturbed(device: str | torch.device) -> Iterator[None]:
         lock = shared or _file(name)
         try:
             if shared:  # before the gate: two processes that wait for each other's share would wait for ever
-                fcntl.flock(shared, fcntl.LOCK_UN)
+                flock(shared, RELEASE)
                 _strike(name)
             with _gate(name):
-                _take(lock, fcntl.LOCK_EX, name)
+                _take(lock, EXCLUSIVE, name)
             _sign(name, "measures speed")
             _depth[name] = 1
             torch.set_num_threads(timing_threads())
@@ -86,7 +98,7 @@ def undisturbed(device: str | torch.device) -> Iterator[None]:
             _depth[name] = 0
             _strike(name)
             if shared:
-                _take(shared, fcntl.LOCK_SH, name)
+                _take(shared, SHARED, name)
                 _sign(name, "computes")
             else:
                 lock.close()
@@ -111,7 +123,7 @@ def holders(name: str) -> list[str]:
     for path in sorted(_folder().glob(f"workbench-{name}.held-*")):
         with contextlib.suppress(OSError, ValueError), open(path, "r+") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                flock(file, EXCLUSIVE | AT_ONCE)
                 path.unlink(missing_ok=True)  # its process is gone
             except BlockingIOError:
                 card = json.loads(file.read())
@@ -123,14 +135,14 @@ def holders(name: str) -> list[str]:
 def _gate(name: str) -> Iterator[None]:
     """A lock held by a process that waits for exclusive use, and taken briefly by all that begin, so that new processes
     do not keep it waiting for ever."""
-    with _take(_file(f"{name}.gate"), fcntl.LOCK_EX, name):
+    with _take(_file(f"{name}.gate"), EXCLUSIVE, name):
         yield
 
 
 def _take(file: IO, how: int, name: str) -> IO:
     """Lock a file; while waiting, report the processes that hold it."""
     with contextlib.suppress(BlockingIOError):
-        fcntl.flock(file, how | fcntl.LOCK_NB)
+        flock(file, how | AT_ONCE)
         return file
     note = Path(os.environ[WAITING]) if os.environ.get(WAITING) else None
     begin, said = time.monotonic(), -SAY_AGAIN_S
@@ -140,14 +152,14 @@ def _take(file: IO, how: int, name: str) -> IO:
             passed = time.monotonic() - begin
             if passed - said >= SAY_AGAIN_S:
                 text = f"waits since {since} for the device {name}: {'; '.join(holders(name)) or 'another run has it'}"
-                print(f"This run {text}", flush=True)
+                print(f"This run {text}; {_WITHOUT}", flush=True)
                 if note:
                     with contextlib.suppress(OSError):
-                        note.write_text(text, encoding="utf-8")
+                        note.write_text(f"{text}; {_WITHOUT}", encoding="utf-8")
                 said = passed
             time.sleep(POLL_S)
             with contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, how | fcntl.LOCK_NB)
+                flock(file, how | AT_ONCE)
                 print(f"The device {name} is free after {time.monotonic() - begin:.0f} s.", flush=True)
                 return file
     finally:
@@ -161,7 +173,7 @@ def _sign(name: str, does: str) -> None:
     since = datetime.now().strftime("%H:%M:%S")
     with contextlib.suppress(OSError):  # the file only informs, the lock is essential
         card = open(path, "w", encoding="utf-8")  # noqa: SIM115
-        fcntl.flock(card, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        flock(card, EXCLUSIVE | AT_ONCE)
         card.write(json.dumps({"run": _owner[0], "pid": os.getpid(), "does": does, "since": since}))
         card.flush()
         _cards[name] = card

@@ -34,9 +34,10 @@ def cache_folder(name: str = "") -> Path:
             home.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
             found = folder.stat()
-            if found.st_uid != os.getuid():
+            own = os.getuid() if hasattr(os, "getuid") else found.st_uid  # Windows has no numbers of users
+            if found.st_uid != own:
                 raise ValueError(
-                    f"the cache folder {folder} belongs to user id {found.st_uid}, not to you ({os.getuid()}); name "
+                    f"the cache folder {folder} belongs to user id {found.st_uid}, not to you ({own}); name "
                     "another one in WORKBENCH_CACHE"
                 )
             if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -12,6 +12,7 @@ table, data.
 """
 
 import argparse
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 done, 1 a run failed or a verdict is negative, 2 wrong arguments, 130 interrupted."""
     parser = _parser()
     completion.complete(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(_apart(sys.argv[1:] if arguments is None else arguments))
     try:
         return options.does(options)
     except ValueError as error:
@@ -38,6 +39,15 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # `workbench status | head`
         sys.stderr.close()
         return 0
+
+
+def _apart(arguments: list[str]) -> list[str]:
+    """The arguments, with `-p NAME=VALUE` as `-p NAME VALUE`."""
+    given: list[str] = []
+    for one in arguments:
+        joined = given[-1:] in (["-p"], ["--parameter"]) and re.match(r"\w+=", one)
+        given += one.split("=", 1) if joined else [one]
+    return given
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         for argument, how in positional:
             made.add_argument(argument, **how)
         made.add_argument("--runs", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        made.set_defaults(does=does)
+        made.set_defaults(does=does, track="")
         return made
 
     what = ("what", {"help": "notebook or sweep: a name (gptq, quickstart), or the path of an .ipynb or .yml file"})
@@ -78,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar=("NAME", "VALUE"),
-            help="a parameter of the notebook; `workbench parameters NOTEBOOK` lists them",
+            help="a parameter of the notebook, also as NAME=VALUE; `workbench parameters NOTEBOOK` lists them",
         )
     for one in (planned, run, resume):
         one.add_argument(
@@ -120,6 +130,8 @@ def _parser() -> argparse.ArgumentParser:
             help="an option of SLURM jobs; overrides the sweep's `slurm`: partition, account, qos, constraint, "
             "time_min (minutes), cpus, memory_gb (GB), exclusive",
         )
+        sent = "send the record of each run that finishes to MLflow, by its own settings (MLFLOW_TRACKING_URI)"
+        one.add_argument("--track", choices=("mlflow",), default="", help=sent)
         one.add_argument("--address", default="", help="HOST:PORT of the Ray cluster's head (default: this machine)")
     status = command("status", _status, "list finished, running, failed and waiting runs of a sweep", ("sweep", sweep))
     status.add_argument("--lines", action="store_true", help="print the last lines of failed runs, too")
@@ -258,7 +270,7 @@ def _execute(sweep, options: argparse.Namespace) -> int:
     sweep = with_gpus(sweep, options.gpus)
     engine = _engine(options, sweep, runs)
     alone = not sweep.source
-    again = {"force": bool(options.force), "stale": options.stale}
+    again = {"force": bool(options.force), "stale": options.stale, "tracker": options.track}
     found = run_sweep(replace(sweep, **limits), runs=runs, engine=engine, **again)
     unfinished = [one for one in found if one.status == "failed"]
     failed = [one for one in unfinished if one.failure.get("kind") != "interrupt"]

@@ -7,6 +7,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import statistics
@@ -44,7 +45,9 @@ from notebooks.batch.status import (
     varied_parameters,
 )
 from notebooks.batch.sweep import Planned, Sweep, read_sweep
+from notebooks.batch.sweep.estimate import estimated_seconds
 from notebooks.batch.sweep.files import MadeFile, make_files, missing
+from notebooks.batch.track import check_tracker, track
 from notebooks.study.identity import packages_code
 
 _WHY = {"notebook": "the notebook", "versions": "a library's version", "model": "the model", "data": "the data",
@@ -57,7 +60,7 @@ class PlanRow:
     """A run of a plan.
 
     state: finished, stale (finished with other code of the workbench), running, failed, waiting. does: skip or run,
-        and the reason. seconds: the expected time, if it is known.
+        and the reason. seconds: the expected time, if it is known; measured: on finished runs like it.
     """
 
     planned: Planned
@@ -65,6 +68,13 @@ class PlanRow:
     does: str
     why: str
     seconds: float | None
+    measured: bool = False
+
+    def time(self) -> str:
+        """The expected time in words, with a sign where it is only an estimate."""
+        if self.does == "skip":
+            return ""
+        return f"{'' if self.measured or self.seconds is None else '~'}{duration(self.seconds)}"
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,7 @@ class SweepPlan:
                 varied_parameters(row.planned),
                 row.state,
                 row.does + (f": {row.why}" if row.why else ""),
-                "" if row.does == "skip" else duration(row.seconds),
+                row.time(),
                 row.planned.key,
             ]
             for i, row in enumerate(self.rows, start=1)
@@ -104,7 +114,8 @@ class SweepPlan:
         counts = Counter(row.does for row in self.rows)
         stale = sum(row.state == "stale" and row.does == "skip" for row in self.rows)
         kept = f" ({stale} stale: `--stale` runs them again)" if stale else ""
-        left = f"{counts['run']} to run, {duration(self.seconds)} one after another"
+        guessed = any(row.does == "run" and not row.measured for row in self.rows)
+        left = f"{counts['run']} to run, {'about ' * guessed}{duration(self.seconds)} one after another"
         total = f"{len(self.rows)} run{'s' * (len(self.rows) != 1)}: {counts['skip']} done{kept}, {left}"
         first = "".join(f"made first: {file}\n" for file in self.files if counts["run"])
         return f"{self.sweep.title}\n\n{aligned(self.cells())}\n\n{first}{total}"
@@ -141,7 +152,8 @@ def plan(sweep: str | Path | Sweep, *, runs: Path = RUNS, force: bool = False, s
         if now == "damaged":
             why = RunFolder(folder, planned.key).damage()[:100]
         why = why or ("" if done else before.changed(planned))
-        rows.append(PlanRow(planned, now, "skip" if done else "run", why, None if done else before.likely(planned)))
+        seconds, measured = (None, False) if done else before.likely(planned)
+        rows.append(PlanRow(planned, now, "skip" if done else "run", why, seconds, measured))
     return SweepPlan(sweep, tuple(rows), tuple(missing(sweep.files, runs)))
 
 
@@ -153,6 +165,7 @@ def run_sweep(
     force: bool = False,
     stale: bool = False,
     stop: threading.Event | None = None,
+    tracker: str = "",
 ) -> list[Outcome]:
     """Execute the runs that are not done yet; after any interruption, a second call continues.
 
@@ -161,10 +174,14 @@ def run_sweep(
         force: run finished runs again, too; each stays until its successor is finished.
         stale: also run again the runs that were finished with other code of the workbench.
         stop: ends all running runs when it is set.
+        tracker: where the record of each run that finishes is sent (`notebooks.batch.track`); "": nowhere.
 
     Raises:
-        ValueError: the sweep is not valid; nothing has been started in this case.
+        ValueError: the sweep is not valid, or this is Windows; nothing has been started in this case.
     """
+    if os.name == "nt":  # process groups, signals and locks that end with a process
+        raise ValueError("`workbench run` needs Linux or macOS; on Windows use WSL 2, or open the notebook in Jupyter")
+    check_tracker(tracker)
     sweep = sweep if isinstance(sweep, Sweep) else read_sweep(sweep)
     engine, stop = engine or Local(), stop or threading.Event()
     rows = plan(sweep, runs=runs, force=force, stale=stale).rows
@@ -187,6 +204,8 @@ def run_sweep(
             _remember(outcome)
             found.append(outcome)
             progress.done(outcome)
+            if tracker and outcome.status == "finished":
+                track(Path(outcome.folder), tracker)
     return found
 
 
@@ -260,10 +279,13 @@ class _Before:
             return f"{' and '.join(parts)} changed since {last['finished'][:16].replace('T', ' ')}"
         return "finished, but its model is not saved there" if planned.values.get("save_path") else ""
 
-    def likely(self, planned: Planned) -> float | None:
-        """Seconds of similar runs: with its parameters, else with its notebook and model, else the value in its
-        sweep."""
+    def likely(self, planned: Planned) -> tuple[float | None, bool]:
+        """Seconds of similar runs: with its parameters, else with its notebook and model; else the value in its sweep,
+        else an estimate. And whether they were measured."""
         notebook, model = Path(planned.notebook).stem, str(planned.values.get("model_name"))
         same, alike = self._same[notebook, planned.identity["parameters"]], self._alike[notebook, model]
         took = [made["seconds"] for made in same or alike]
-        return statistics.median(took) if took else planned.expected_s
+        if took:
+            return statistics.median(took), True
+        estimate = estimated_seconds(planned.notebook, planned.values)
+        return estimate if planned.expected_s is None else planned.expected_s, False

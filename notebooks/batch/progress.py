@@ -3,7 +3,6 @@
 All data is read from the folders of the runs, so that any process or machine may execute them.
 """
 
-import re
 import sys
 import threading
 import time
@@ -17,7 +16,6 @@ from notebooks.batch.job import Job, Outcome
 from notebooks.batch.leases import holder
 from notebooks.batch.run_folder import RunFolder, executed
 from notebooks.batch.status import bar_of, doing, duration, left_in_cell
-from notebooks.study.parameters import notebook_path, read_cells
 
 EVERY_S = 1.0
 AGAIN_S = 30.0  # after this time without news, a log lists the running runs again
@@ -49,13 +47,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         if self._left:
             count = f"{len(self._left)} run{'s' * (len(self._left) > 1)} to do"
-            notebook = next(iter(self._left.values())).notebook
-            if time_left := self._estimate():
-                self._say(f"{count}: {time_left}")
-            elif written := _written_time(notebook):
-                self._say(f"{count}; {Path(notebook).stem} says of its default parameters: “{written}”")
-            else:
-                self._say(f"{count}; how long it takes is not known yet")
+            self._say(f"{count}: {self._estimate() or 'how long it takes is not known yet'}")
         self._thread.start()
         return self
 
@@ -71,12 +63,18 @@ class Progress:
             self._left.pop(outcome.key, None)
             if bar := self._bars.pop(outcome.key, None):
                 bar.close()
-            self._total.update()
-            self._count += 1
+            interrupted = outcome.failure.get("kind") == "interrupt"
+            if outcome.status == "waiting":  # it was never started, because the sweep was interrupted
+                return
+            if not interrupted:
+                self._total.update()
+                self._count += 1
+            status = "interrupted" if interrupted else outcome.status
             took = f" in {outcome.seconds:.0f} s" if outcome.seconds else ""
-            said = f": {outcome.failure['kind']}: {outcome.failure['error']}"[:200] if outcome.failure else ""
-            left = f"; {estimate}" if (estimate := self._estimate()) else ""
-            self._say(f"{self._count}/{self._runs}  {outcome.status}{took}  {outcome.key}{said}{left}")
+            why = outcome.failure and not interrupted
+            said = f": {outcome.failure['kind']}: {outcome.failure['error']}"[:200] if why else ""
+            left = f"; {estimate}" if (estimate := self._estimate()) and not interrupted else ""
+            self._say(f"{self._count}/{self._runs}  {status}{took}  {outcome.key}{said}{left}")
 
     def _say(self, line: str) -> None:
         """Write a line in the log, or above the bars."""
@@ -126,13 +124,3 @@ class Progress:
             in_cell = left_in_cell(RunFolder(Path(job.folder))) if key in self._begun else 0.0
             left += max(in_cell, (usual if seconds is None else seconds) - spent)
         return f"about {duration(left / self._parallel)} left" if left else "longer than expected"
-
-
-def _written_time(notebook: str) -> str:
-    """The time that a notebook's text states for itself; "" if it states none."""
-    try:
-        texts = [cell.source for cell in read_cells(notebook_path(notebook)) if cell.kind == "markdown"]
-    except ValueError:
-        return ""
-    sentences = re.split(r"(?<=[.!?])\s+", " ".join(texts[:2]))
-    return next((one for one in sentences if re.search(r"\b(minutes?|hours?)\b", one)), "")

@@ -19,10 +19,9 @@ from notebooks.batch.run_folder import RunFolder, executed
 from notebooks.batch.sweep import Planned, Sweep
 from notebooks.batch.worker import title_of
 from notebooks.study.bars import BARS
-from notebooks.study.identity import ROOT, packages_code
+from notebooks.study.identity import RUNS, packages_code
 from notebooks.study.parameters import short_repr
 
-RUNS = ROOT / "runs"
 OTHER_CODE = "the workbench's code has changed since; `--stale` runs it again"
 _WIDE = 80  # characters of the parameters in a table
 _PLAN = {
@@ -38,7 +37,7 @@ def state_of(folder: str | Path, key: str, values: dict[str, Any], code: str) ->
 
 
 def runs_folder(given: str | Path = "") -> Path:
-    """The folder of runs: the given one, else $WORKBENCH_RUNS, else runs/ of the checkout."""
+    """The folder of runs: the given one, else $WORKBENCH_RUNS, else runs/ of the checkout or of the current folder."""
     return Path(given or os.environ.get("WORKBENCH_RUNS") or RUNS).expanduser().absolute()
 
 

@@ -26,6 +26,8 @@ from kernels.support.source import normal
 from notebooks.study.parameters import decides_result, notebook_path, read_cells
 
 ROOT = Path(__file__).resolve().parents[2]
+# The folder of runs: in the checkout, or, if the workbench is installed as a package, in the current folder.
+RUNS = (ROOT if (ROOT / "pyproject.toml").is_file() else Path.cwd()) / "runs"
 # Environment variables of a batch run: its key, the hash and the commit of the code with which it was planned, the
 # threads that it may use while nothing is timed, the revisions of its models and data from the hub, and the file that
 # exists while it waits for the device. The last one, on which no result depends, is the number of processes that

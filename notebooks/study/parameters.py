@@ -14,6 +14,7 @@ import os
 import reprlib
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,9 +124,16 @@ def notebook_path(notebook: str | Path) -> Path:
     if path.suffix != ".ipynb":
         path = FOLDER / f"{notebook}.ipynb"
     if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in FOLDER.glob("*.ipynb")))
-        raise ValueError(f"`notebook` (={str(notebook)!r}) is not there; known by name: {known}")
+        names = sorted(p.stem for p in FOLDER.glob("*.ipynb"))
+        known = ", ".join(names)
+        raise ValueError(f"`notebook` (={str(notebook)!r}) is not there; {near(notebook, names)}known by name: {known}")
     return path
+
+
+def near(name: str | Path, known: Iterable[str]) -> str:
+    """The names that a user may have meant, for a message that goes on; "" if none is near."""
+    found = difflib.get_close_matches(str(name), known, 3, 0.6)
+    return f"did you mean {' or '.join(found)}? " if found else ""
 
 
 def decides_result(name: str) -> bool:
@@ -207,7 +215,7 @@ def type_name(wanted: Any) -> str:
 
 
 def parse_value(text: str, wanted: Any) -> Any:
-    """The value of a text on a command line by the declared type; the text itself if it does not fit.
+    """The value of a text on a command line by the declared type; a number or the text itself if it does not fit.
 
     A list may be written as JSON, or as its values between commas, with or without brackets.
     """
@@ -220,7 +228,9 @@ def parse_value(text: str, wanted: Any) -> Any:
     if typing.get_origin(wanted) is list and not isinstance(value, list):
         inside = text.strip().removeprefix("[").removesuffix("]")
         value = [parse_value(part.strip(), typing.get_args(wanted)[0]) for part in inside.split(",") if part.strip()]
-    return _typed(value, wanted) if _fits(value, wanted) else text
+    if _fits(value, wanted):
+        return _typed(value, wanted)
+    return value if isinstance(value, int | float) else text
 
 
 def _typed(value: Any, wanted: Any) -> Any:

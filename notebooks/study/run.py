@@ -30,7 +30,7 @@ from eval.speed.device_lock import call_this, share
 from kernels.support.deploy import cast
 from kernels.support.user_cache import compile_in_cache
 from notebooks.study.bars import Bars
-from notebooks.study.identity import CODE, COMMIT, KEY, ROOT, THREADS, packages_code, run_key
+from notebooks.study.identity import CODE, COMMIT, KEY, RUNS, THREADS, packages_code, run_key
 from notebooks.study.parameters import (
     OWN_FORMAT,
     SAVE_FORMAT,
@@ -40,7 +40,7 @@ from notebooks.study.parameters import (
 )
 from notebooks.study.places import check_run_path, check_writable
 from notebooks.study.saved import Saved
-from notebooks.study.settings import check_settings
+from notebooks.study.settings import check_settings, is_timed
 from reports.page.render import Report, render
 
 _WRITTEN = ("run_path", "save_path", "work_path")  # parameters that name folders to write in; `task_path` is read
@@ -160,7 +160,7 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
     check_settings(values, {name: parameter.default for name, parameter in declared.items()})
     key = os.environ.get(KEY, "") or run_key(notebook, values)
     info = RunInfo(key, notebook, _recorded(values), datetime.now(UTC), _command(notebook, values))
-    folder = Path(values.get("run_path") or ROOT / "runs" / key).expanduser().absolute()
+    folder = Path(values.get("run_path") or RUNS / key).expanduser().absolute()
     saved = Path(values["save_path"]).expanduser() if values.get("save_path") else None
     _check_places(values, saved)
     compile_in_cache()
@@ -168,7 +168,8 @@ def start(notebook: str, namespace: dict[str, Any]) -> Run:
     call_this(key)
     bars = None
     if os.environ.get(KEY):  # a batch run: others may compute at the same time, and its log shows its progress
-        share(values.get("device", "cpu"), int(os.environ.get(THREADS, 0)) or None)
+        beside = int(os.environ.get(THREADS, 0)) or None  # of a sweep that executes several runs at once
+        share(values.get("device", "cpu"), beside, waits=bool(beside) or is_timed(values))
         bars = Bars(folder)
         bars.start()
     return Run(info, folder, saved, values.get(SAVE_FORMAT, OWN_FORMAT), _bars=bars)

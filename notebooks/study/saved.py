@@ -35,8 +35,7 @@ class Saved:
             total += f"; {self.source_bytes / 1e6:,.1f} MB in the workbench's own format"
         return [
             total,
-            f"loaded again by {self.verification.reader}; largest difference of a logit "
-            f"{self.verification.largest_difference:.2g}",
+            f"loaded again by {self.verification.reader}: {self.verification}",
             *(f"- {remark}" for remark in self.verification.remarks),
             f"written and verified in {self.seconds:.0f} s",
         ]

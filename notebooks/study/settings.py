@@ -58,6 +58,14 @@ def check_settings(values: dict[str, Any], defaults: dict[str, Any]) -> None:
                 _among(name, value, known)
 
 
+def is_timed(values: dict[str, Any]) -> bool:
+    """Whether a run with these parameters times something; of a notebook without such parameters it is assumed."""
+    named = [name for name in ("speed_rounds", "speed_contexts") if name in values]
+    if not named or any(values.get(name) for name in ("speed_batches", "efficiency")):
+        return True
+    return all(values[name] for name in named)
+
+
 def _numbers(value: Any) -> list[float]:
     given = value if isinstance(value, list) else [value]
     return [number for number in given if isinstance(number, int | float)]

@@ -141,9 +141,9 @@ def compress_and_save(model: nn.Module, folder: Path, row: Row) -> None:
     except ValueError as reason:
         row.refused = str(reason).partition(": ")[2].partition("; ")[0]
         return
-    remarks = Verification.read(folder).remarks
-    unread = any("transformers 5.23 refuses it" in remark for remark in remarks)
-    row.transformers = f"{'does not read it; decoded: ' if unread else ''}{remarks[0].partition('; ')[0]}"
+    verification = Verification.read(folder)
+    unread = any("transformers 5.23 refuses it" in remark for remark in verification.remarks)
+    row.transformers = f"{'does not read it; decoded: ' if unread else ''}{verification.agreement.partition('; ')[0]}"
 
 
 def ask(options: argparse.Namespace, place: Path, folders: list[Path]) -> None:

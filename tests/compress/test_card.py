@@ -41,7 +41,7 @@ def test_a_card_says_what_was_done_and_how_to_load_it(tiny, tokens, tmp_path):
     assert "sparse24" in weights and "int_group" in weights
     assert "no scores" in parts["Scores"] and "parse_recipe" in parts["How to make it again"]
     assert "load_model('owner/name', dtype='float32')" in parts["How to make it again"]
-    assert "largest difference of a logit was 0." in parts["Verified"]
+    assert "the model in memory: every logit is the same, to the last bit." in parts["Verified"]
 
 
 def test_scores_come_from_the_record_and_leave_the_checkpoint_valid(tiny, tmp_path):

@@ -142,6 +142,12 @@ def test_models_that_are_not_there(name, message):
     assert time.monotonic() - start < 15
 
 
+def test_a_folder_that_is_not_there_is_no_matter_of_connections(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=r"there is no folder of this name, and without a connection the hub cannot"):
+        load_model("models/not-written")
+
+
 def test_models_that_are_not_decoders(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}))
     with pytest.raises(ValueError, match="is not a decoder: its architecture is BertForMaskedLM"):

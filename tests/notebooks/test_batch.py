@@ -376,6 +376,7 @@ def test_interrupts_end_what_runs_and_keep_what_is_done(sweep, runs, workbench):
     process.send_signal(signal.SIGINT)
     said, told = process.communicate(timeout=30)
     assert "the same command continues" in told and "failed: interrupt" not in told
+    assert re.search(r"1/3  interrupted in \d+ s", said) and "2/3" not in said, "only what is done counts"
     assert "runs done now: 1, done before: 0, failed: 0, interrupted: 1, left: 1" in said
     assert process.returncode == 130
     assert not marked(place_of(runs)) and len(finished_runs(runs)) == 1
@@ -543,12 +544,16 @@ import sys, time, os
 from pathlib import Path
 from eval.speed import device_lock
 device_lock.call_this(f"the run that {sys.argv[2]}")
-device_lock.share("cpu")
+device_lock.share("cpu", waits=sys.argv[2] != "does not wait")
 print("shares", flush=True)
+if sys.argv[2] == "does not wait":
+    sys.exit()
 if sys.argv[2] == "times":
     with device_lock.undisturbed("cpu"), device_lock.undisturbed("cpu"):
         Path(sys.argv[1], "timing").touch()
         assert not Path(sys.argv[1], "sharing").exists(), "somebody computes"
+        while not Path(sys.argv[1], "timed").exists():
+            time.sleep(0.05)
         Path(sys.argv[1], "timing").unlink()
 else:
     Path(sys.argv[1], "sharing").touch()
@@ -560,12 +565,12 @@ else:
         assert not Path(sys.argv[1], "timing").exists()
 """
 
-    def start(how, wait=""):
+    def start(how, wait="", said="shares"):
         environment = os.environ | {"WORKBENCH_LOCKS": str(tmp_path)}
         environment |= {"WORKBENCH_WAITING": str(tmp_path / wait)} if wait else {}
         command = [sys.executable, "-c", code, str(tmp_path), how]
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        assert process.stdout.readline() == "shares\n"
+        assert process.stdout.readline().startswith(said)
         return process
 
     shares = start("shares")
@@ -574,6 +579,13 @@ else:
     _until(lambda: (tmp_path / "waiting").exists() and "pid" in (tmp_path / "waiting").read_text())
     said = f"for the device cpu: the run that shares (pid {shares.pid}) computes there since "
     assert said in (tmp_path / "waiting").read_text(), "to `workbench status` and to the log"
+    assert "speed_rounds=0" in (tmp_path / "waiting").read_text()
     (tmp_path / "go").touch()
+    _until(lambda: (tmp_path / "timing").exists())
+    beside = start(
+        "does not wait", said=f"Beside this run, another one is being timed: the run that times (pid {times.pid})"
+    )
+    assert beside.wait(60) == 0
+    (tmp_path / "timed").touch()
     assert times.wait(60) == 0 and shares.wait(60) == 0 and not (tmp_path / "waiting").exists()
     assert said in times.stdout.readline(), "in the notebook's cell"

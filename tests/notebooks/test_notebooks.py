@@ -457,7 +457,7 @@ def test_a_benchmark_that_dies_leaves_no_record_of_an_earlier_one(tmp_path, monk
     [
         ({"bitz": "3"}, "`bitz` (='3') is not a parameter of this notebook; did you mean `bits`?"),
         ({"bits": "three"}, "`bits` (='three') must be int, not str"),
-        ({"bits": "3.5"}, "`bits` (='3.5') must be int"),
+        ({"bits": "3.5"}, "`bits` (=3.5) must be int, not float"),
         ({"symmetric": "maybe"}, "`symmetric` (='maybe') must be bool"),
         ({"corpus": "longer than a file's name/" * 20, "bitz": "3"}, "`bitz` (='3') is not a parameter"),
     ],
@@ -469,7 +469,7 @@ def test_command_line_refuses_before_a_kernel_starts(given, message, capsys, tmp
 
 
 def test_command_line_knows_its_notebooks(capsys):
-    assert main(["run", "gptk"]) == 2 and "known by name: " in capsys.readouterr().err
+    assert main(["run", "gptk"]) == 2 and "did you mean gptq?" in capsys.readouterr().err
     assert main(["parameters", "gptq"]) == 0 and "group_size: int = 64  number of columns" in capsys.readouterr().out
 
 

@@ -11,8 +11,10 @@ from compress.inputs import hub
 from compress.inputs import model as models
 from eval.record.schema import read_record
 from kernels.support import source
+from notebooks.batch.cli import main
 from notebooks.batch.plan import plan, run_sweep
 from notebooks.batch.sweep import MOST, SWEEPS, is_sweep, read_sweep, single
+from notebooks.batch.sweep.estimate import estimated_seconds, written_seconds
 from notebooks.study import identity as identities
 from notebooks.study.identity import identity, key_of, run_key
 from notebooks.study.parameters import check_parameters, read_parameters
@@ -203,6 +205,15 @@ def test_sweeps_and_notebooks_are_told_apart():
     assert is_sweep("quickstart") and is_sweep("a/b.yml") and not is_sweep("gptq") and not is_sweep("x.ipynb")
 
 
+def test_names_that_are_near_are_said_of_sweeps_and_notebooks():
+    with pytest.raises(ValueError, match=r"`what` \(='familys'\) is neither.*did you mean families\?.*notebooks: "):
+        is_sweep("familys")
+    with pytest.raises(ValueError, match=r"did you mean gptq\?"):
+        is_sweep("gptqq")
+    with pytest.raises(ValueError, match=r"`notebook` \(='pruing'\).*did you mean pruning\?"):
+        read_parameters("pruing")
+
+
 def values_of(book, **given):
     return check_parameters(given, read_parameters(book))
 
@@ -383,6 +394,47 @@ def test_messages_are_short_however_long_the_values_are(sweep):
         assert len(str(caught.value)) < 20_000
     shared = "base: &b {number: 1, seconds: 0.0}\nruns:\n- {notebook: trivial.ipynb, base: *b}"
     assert read_sweep(sweep(text=shared)).runs[0].values["number"] == 1, "an alias alone is no harm"
+
+
+# Command lines
+
+
+@pytest.mark.parametrize("given", (["-p", "number=x"], ["-p", "number", "x"], ["--parameter", "number=x"]))
+def test_parameters_may_be_given_with_an_equals_sign(given, trivial, runs, capsys):
+    assert main(["--runs", str(runs), "plan", str(trivial), *given]) == 2
+    assert "`number` (='x') must be int, not str" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, said", [("4.5", "(=4.5) must be int, not float"), ("true", "(=True) must be int, not bool")]
+)
+def test_a_value_of_another_type_is_said_as_it_was_given(text, said, trivial, runs, capsys):
+    assert main(["--runs", str(runs), "plan", str(trivial), "-p", "number", text]) == 2
+    assert f"`number` {said}" in capsys.readouterr().err
+
+
+# Times
+
+
+@pytest.mark.parametrize("notebook, minutes", [("gptq", 10), ("rotations", 30), ("kv_eviction", 15), ("start_here", 3)])
+def test_a_notebook_states_the_time_of_its_defaults(notebook, minutes):
+    usual = values_of(notebook)
+    assert written_seconds(notebook) == minutes * 60
+    assert estimated_seconds(notebook, usual) == pytest.approx(minutes * 60)
+    more = usual | {"samples": 2 * usual["samples"]}
+    assert minutes * 60 < estimated_seconds(notebook, more) < 2 * minutes * 60
+
+
+def test_the_estimate_of_a_run_follows_its_model_and_its_recipes():
+    usual = values_of("recipe")
+    assert estimated_seconds("recipe", usual | {"model_name": "tiny"}) < 60 < estimated_seconds("recipe", usual)
+    two = usual | {"compare": "rtn; curve: wanda(ratio={0.3, 0.5})"}
+    assert estimated_seconds("recipe", two) == pytest.approx(4 * estimated_seconds("recipe", usual))
+
+
+def test_a_plan_has_a_time_for_runs_that_were_never_run(sweep, runs):
+    shown = str(plan(sweep(text="runs: [{notebook: gptq, base: {model_name: tiny, samples: 64}}]"), runs=runs))
+    assert re.search(r" ~\d+ s ", shown) and re.search(r"1 to run, about \d+ s one after another", shown)
 
 
 # Files that are made before the runs

@@ -98,10 +98,10 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
 def verify(checkpoint: Checkpoint, folder: Path) -> Verification:
     """Read the file again, with `gguf` and with transformers, and compare."""
     tally = _compare_tensors(checkpoint, folder / file_name(checkpoint))
-    difference, remarks = _compare_logits(checkpoint, folder)
+    difference, agreement, remarks = _compare_logits(checkpoint, folder)
     remarks = [*_remarks(checkpoint, tally), *remarks, *_compare_tokens(checkpoint, folder)]
     readers = f"transformers {version('transformers')}, gguf {version('gguf')}"
-    return Verification(readers, difference, tuple(remarks))
+    return Verification(readers, difference, tuple(remarks), agreement)
 
 
 def file_name(checkpoint: Checkpoint) -> str:
@@ -177,12 +177,12 @@ def _compare_tensors(checkpoint: Checkpoint, path: Path) -> _Tally:
     return tally
 
 
-def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, list[str]]:
+def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, str, list[str]]:
     """Load the file with transformers' GGUF reader and compare logits.
 
     Returns:
-        the largest difference, and remarks: the difference of the logits at the median position, which decides, the
-        number of equal tokens, and the settings that this reader ignores.
+        the largest difference; in words the number of equal tokens and the difference of the logits at the median
+        position, which decides; and remarks on settings that this reader ignores.
 
     Raises:
         RuntimeError: the logits differ by more than rounding to 16 bits explains.
@@ -212,16 +212,18 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, list[s
             f"{median:.2e} at the median position, and spread by {spread:.2e}, although every tensor agrees"
         )
     same = expected.argmax(-1) == found.argmax(-1)
-    said = [
-        f"of {same.numel()} positions, {int(same.sum())} have the same most likely next token; logits differ by "
-        f"up to {median:.1e} at the median position ({largest:.1e} at most), and spread by {spread:.1e}"
-    ]
+    agreement = (
+        f"{int(same.sum())} of {same.numel()} positions have the same most likely next token; logits differ by up to "
+        f"{median:.1e} at the median position, where rounding explains {TOLERANCE[model.dtype] * spread:.1e} "
+        f"({largest:.1e} at most; they spread by {spread:.1e})"
+    )
+    remarks = []
     if missed:
-        said.append(
+        remarks.append(
             f"transformers' GGUF reader does not read {', '.join(missed)} of this architecture: there, give "
             "`from_pretrained` a configuration with them; llama.cpp reads them, or has the same values fixed"
         )
-    return largest, said
+    return largest, agreement, remarks
 
 
 def _not_read(ours: PreTrainedConfig, theirs: PreTrainedConfig) -> list[str]:

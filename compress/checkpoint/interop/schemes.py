@@ -93,7 +93,7 @@ def scheme_of(linear: dict[str, Any]) -> Scheme | None:
     stored = plain_spec(linear)
     _, columns = stored["shape"]
     if stored.get("scales"):
-        raise ValueError(f"its scales are stored as {stored['scales']}, and compressed-tensors has them in 16 bits")
+        raise ValueError(f"its scales are stored as {stored['scales']}, and this format has them in 16 bits")
     if linear.get("looked_up") and stored["format"] != "dense":
         raise ValueError("it is the token embedding, which the readers of this format need in 16 bits")
     match stored["format"]:
@@ -112,7 +112,7 @@ def scheme_of(linear: dict[str, Any]) -> Scheme | None:
                 )
             strategy = "channel" if stored["block"] is None else "block"
             return Scheme(INTS if stored["dtype"] == "int8" else FLOATS, 8, True, strategy, None, inputs)
-    raise ValueError(f"it is stored as {stored['format']}, which compressed-tensors does not have")
+    raise ValueError(f"it is stored as {stored['format']}, which this format does not have")
 
 
 @dataclass(frozen=True)
@@ -257,8 +257,22 @@ def vllm_remarks(schemes: Mapping[str, Scheme], model: nn.Module) -> list[str]:
                 f"{scheme.group_size}"
             )
         if scheme.bits != 4:
-            remarks.append(f"vLLM multiplies packed weights of 4 bits on CPUs, not of {scheme.bits}")
+            remarks.append(
+                "vLLM does not run this on a CPU, where it multiplies packed weights of 4 bits only, and some have "
+                f"{scheme.bits}"
+            )
     return remarks
+
+
+def vllm_snippet(schemes: Iterable[Scheme]) -> str:
+    """How vLLM serves a checkpoint of these schemes, for its card; PATH stands for the folder."""
+    others = sorted({scheme.bits for scheme in schemes if scheme.format == PACKED} - {4})
+    where = f", on a GPU (on a CPU it multiplies packed weights of 4 bits only, not of {others[0]})" if others else ""
+    return f"""vLLM{where}; the command works for its builds for CPUs, too, where `vllm serve` does not:
+
+```sh
+python -m vllm.entrypoints.openai.api_server --model PATH
+```"""
 
 
 def _of_fused(schemes: Mapping[str, Scheme], model: nn.Module) -> list[str]:

@@ -42,6 +42,7 @@ from notebooks.study.parameters import (
     bounded,
     check_parameters,
     from_here,
+    near,
     notebook_path,
     read_parameters,
     short_repr,
@@ -169,20 +170,29 @@ def sweep_path(where: str | Path) -> Path:
     if path.suffix not in (".yml", ".yaml"):
         path = SWEEPS / f"{where}.yml"
     if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in SWEEPS.glob("*.yml")))
-        raise ValueError(f"`sweep` (={str(where)!r}) is not there; give a .yml file, or one known by name: {known}")
+        names = sorted(p.stem for p in SWEEPS.glob("*.yml"))
+        known = f"{near(where, names)}give a .yml file, or one known by name: {', '.join(names)}"
+        raise ValueError(f"`sweep` (={str(where)!r}) is not there; {known}")
     return path
 
 
 def is_sweep(what: str) -> bool:
-    """Whether this is the file or the name of a sweep, and not of a notebook."""
-    if Path(what).suffix in (".yml", ".yaml"):
-        return True
-    return (
-        Path(what).suffix != ".ipynb"
-        and not (FOLDER / f"{what}.ipynb").is_file()
-        and (SWEEPS / f"{what}.yml").is_file()
+    """Whether this is the file or the name of a sweep, and not of a notebook.
+
+    Raises:
+        ValueError: it is the name of neither.
+    """
+    if Path(what).suffix in (".yml", ".yaml", ".ipynb"):
+        return Path(what).suffix != ".ipynb"
+    books, sweeps = (
+        sorted(p.stem for p in place.glob(f"*{end}")) for place, end in ((FOLDER, ".ipynb"), (SWEEPS, ".yml"))
     )
+    if what not in (*books, *sweeps):
+        raise ValueError(
+            f"`what` (={what!r}) is neither a notebook nor a sweep; {near(what, (*sweeps, *books))}Sweeps by name: "
+            f"{', '.join(sweeps)}; notebooks: {', '.join(books)}"
+        )
+    return what not in books
 
 
 def single(notebook: str | Path, given: dict[str, Any]) -> Sweep:
