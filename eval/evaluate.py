@@ -16,6 +16,7 @@ from eval.machine.memory import peak_memory
 from eval.machine.size import bits_per_weight, parameter_count, size
 from eval.record.html import CELL_COLOURS
 from eval.record.metrics import Change, metric_table
+from eval.record.rows import typed
 from eval.speed.speed import PLAIN, Speed, measure_speed, positions, standard_variants
 from eval.text.divergence import compare_on_text
 from eval.text.names import text_name
@@ -55,14 +56,16 @@ class Scores:
 
     def _repr_html_(self) -> str:
         models = list(self.metrics)
-        table = metric_table(models, self.metrics, self.difference, self.speed)
+        run = typed({"scores": self.metrics, "difference": self.difference, "speed": self.speed})
+        table = metric_table(models, self.metrics, run.counts)
         head = "".join(f"<th>{escape(name)}</th>" for name in ("", *models))
         rows = "".join(
             f"<tr><th style='text-align:left'>{escape(' on '.join(filter(None, (row.label, row.detail))))} "
             f"<small>{escape(row.unit)}</small></th>{''.join(map(_cell, row.cells, row.changes))}</tr>"
             for row in table.rows
         )
-        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        noisy = [f"Noisy: {run.disturbed}. Speeds are not compared."] if run.disturbed else []
+        notes = "".join(f"<p>{escape(note)}</p>" for note in (*noisy, *self.notes))
         legend = "± is one standard error. Below each number is its change from the baseline; ≈ marks noise."
         return (
             f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"

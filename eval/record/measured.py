@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from eval.record.noise import Load
+from eval.record.noise import Ends, Load, counts, faster_by, speed_ends
 
 Interval = tuple[float, ...]  # (low, high), or (value, low, high)
 
@@ -144,6 +144,18 @@ class SpeedGrid:
     spread: dict[str, float]
     load: Load | None
 
+    def counts(self, row: GridRow, phase: str) -> bool:
+        """Does a model's speed in decode or prefill differ from that of the baseline in the same cell by more than
+        noise?"""
+        cell = [one for one in self.rows if (one.batch, one.prompt_tokens) == (row.batch, row.prompt_tokens)]
+        base = next((one for one in cell if one.model == "baseline"), None)
+        ends = [self._ends(one, phase) if one else None for one in (row, base)]
+        return counts(*faster_by(*ends))
+
+    def _ends(self, row: GridRow, phase: str) -> Ends | None:
+        value, quartiles = getattr(row, f"{phase}_tokens_per_s"), getattr(row, f"{phase}_quartiles")
+        return speed_ends(value, quartiles, self.spread.get(phase), self.load, self.settings.rounds)
+
 
 @dataclass(frozen=True)
 class Measure:
@@ -230,6 +242,17 @@ class CacheSpeed:
         longest = max(own)
         full = self.tokens_per_s.get(baseline, {}).get(longest)
         return longest, own[longest][0] / full[0] if own[longest] and full and full[0] else None
+
+    def counts(self, name: str, baseline: str, context: int) -> bool:
+        """Do the decode speeds of two variants behind a context differ by more than noise?"""
+        return counts(*faster_by(self.ends(name, context), self.ends(baseline, context)))
+
+    def ends(self, name: str, context: int) -> Ends | None:
+        """The interval of a variant's decode speed behind a context (`eval.record.noise.speed_ends`)."""
+        timed = self.tokens_per_s.get(name, {}).get(context, ())
+        if not timed:
+            return None
+        return speed_ends(timed[0], timed[1:], self.spread.get("decode"), self.load, self.settings.rounds)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Names, units and directions of the metrics of a record, how numbers are written, and the table of scores."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 METRICS = (
     # prefix of the metric, label, unit, better direction
@@ -31,13 +31,6 @@ METRICS = (
     ("cache_bytes", "KV cache", "MB", -1),
 )
 NOT_FINITE = "not finite"
-Z = 1.96
-SAME_SIZE = 0.005  # sizes with a smaller relative difference count as equal
-SAME_SPEED = 0.03  # the same for speeds, if their spread is unknown
-_SPREAD = {  # of a speed, by its metric: the attribute with its quartiles
-    "decode_tokens_per_s": "decode_quartiles", "step_tokens_per_s": "step_quartiles",
-    "prefill_tokens_per_s": "prefill_quartiles",
-}  # fmt: skip
 SCALE = {"%": 100, "ms": 1000, "MB": 1e-6}
 
 
@@ -105,9 +98,9 @@ def with_error(value: float | None, stderr: float | None, scale: float = 1) -> t
     return shown, f"± {error:.1f}" if scale == 100 else f"± {error:.2g}" if error < 10 else f"± {error:.0f}"
 
 
-def faster(ratio: float) -> str:
-    """The class of a speed-up: good, bad, or none within 3 % of 1."""
-    return "" if 0.97 <= ratio <= 1.03 else "good" if ratio > 1 else "bad"
+def kind_of(ratio: float, counts: bool) -> str:
+    """The class of a speed-up: good or bad; noise if it does not count (`eval.record.noise`)."""
+    return "noise" if not counts else "good" if ratio > 1 else "bad"
 
 
 class Change(NamedTuple):
@@ -134,15 +127,13 @@ class MetricTable(NamedTuple):
 
 
 def metric_table(
-    models: Sequence[str],
-    scores: Mapping[str, Mapping[str, float]],
-    difference: Mapping[str, Mapping[str, float]],
-    speed: Mapping[str, Any],
+    models: Sequence[str], scores: Mapping[str, Mapping[str, float]], counts: Callable[[str, str], bool]
 ) -> MetricTable:
     """The scores: a row per metric, a column per model.
 
     Args:
-        scores, difference, speed: as in a record (`eval.record.rows.RunRecord`); values of `speed` have quartiles.
+        scores: as in a record (`eval.record.rows.RunRecord`).
+        counts: (metric, model) -> is the model's difference from the baseline more than noise? The record's own method.
     """
     rows = []
     for prefix, label, unit, better in METRICS:
@@ -150,7 +141,7 @@ def metric_table(
             scale = SCALE.get(unit, 1)
             found = [(scores[model].get(metric), scores[model].get(f"{metric}_stderr")) for model in models]
             shown = [with_error(_times(value, scale), _times(error, scale)) for value, error in found]
-            changes = [_change(metric, model, better, scores, difference, speed) for model in models]
+            changes = [_change(metric, model, better, scores, counts) for model in models]
             detail = metric[len(prefix) :] if prefix.endswith("_") else ""
             rows.append(MetricRow(label, detail, unit, shown, changes))
     return MetricTable(list(models), rows)
@@ -165,36 +156,13 @@ def _change(
     model: str,
     better: int,
     scores: Mapping[str, Mapping[str, float]],
-    difference: Mapping[str, Mapping[str, float]],
-    speed: Mapping[str, Any],
+    counts: Callable[[str, str], bool],
 ) -> Change:
     before, after = scores.get("baseline", {}).get(metric), scores[model].get(metric)
     if model == "baseline" or not before or not after or not math.isfinite(after / before):
         return Change()
     ratio = after / before
     text = f"{ratio:.2f}×" if ratio >= 2 or ratio <= 0.5 else f"{(ratio - 1) * 100:+.1f} %".replace("-", "−")
-    if not _told(metric, model, ratio, difference, speed):
+    if not counts(metric, model):
         return Change(f"≈ {text}", "noise")
     return Change(text, "good" if (ratio > 1) == (better > 0) else "bad")
-
-
-def _ends(speed: Any, metric: str) -> Sequence[float]:
-    """The quartiles of a speed; empty if they are not known."""
-    ends = getattr(speed, _SPREAD[metric], ())
-    return ends if len(ends) == 2 and None not in ends else ()
-
-
-def _told(
-    metric: str, model: str, ratio: float, difference: Mapping[str, Mapping[str, float]], speed: Mapping[str, Any]
-) -> bool:
-    """Is this ratio to the baseline beyond noise? Losses are paired over the windows; quartiles of speeds must not
-    overlap."""
-    if metric.startswith("perplexity_"):
-        paired, loss = difference.get(model, {}), f"nll_{metric.removeprefix('perplexity_')}"
-        if (error := paired.get(f"{loss}_stderr")) is not None and loss in paired:
-            return abs(paired[loss]) > Z * error
-    if metric in _SPREAD:
-        own, other = (_ends(speed.get(name), metric) for name in (model, "baseline"))
-        if own and other:
-            return own[0] > other[1] or other[0] > own[1]
-    return abs(ratio - 1) > (SAME_SPEED if metric.endswith(("_per_s", "_token_s")) else SAME_SIZE)

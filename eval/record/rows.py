@@ -10,10 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from eval.record import noise
 from eval.record.measured import Bench, Cache, Cost, Generation, Interval, Measure, Sample, Settings, SpeedGrid, Tasks
 from eval.record.noise import Load
 from eval.record.reading import row
 
+PHASES = {  # of a timing, by metric
+    "decode_tokens_per_s": "decode", "step_tokens_per_s": "step", "prefill_tokens_per_s": "prefill",
+    "time_to_first_token_s": "prefill",
+}  # fmt: skip
 Scores = dict[str, float]  # metric: value; the standard error of m is m_stderr
 
 
@@ -195,6 +200,11 @@ class SpeedRow:
     spread: dict[str, float]
     load: Load | None
 
+    def ends(self, phase: str) -> noise.Ends | None:
+        """The interval of the speed of decode, step or prefill (`eval.record.noise.speed_ends`)."""
+        value, quartiles = getattr(self, f"{phase}_tokens_per_s"), getattr(self, f"{phase}_quartiles")
+        return noise.speed_ends(value, quartiles, self.spread.get(phase), self.load, self.settings.rounds)
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -281,6 +291,48 @@ class RunRecord:
         """A score divided by the baseline's; None if one of the two is unknown or 0."""
         before, after = self.score("baseline", metric), self.score(model, metric)
         return after / before if before and after else None
+
+    def counts(self, metric: str, model: str = "compressed") -> bool:
+        """Is a model's difference from the baseline in this metric more than noise (`eval.record.noise`)?"""
+        if metric in PHASES:
+            own, other = (self.speed.get(name) for name in (model, "baseline"))
+            ends = [one.ends(PHASES[metric]) if one else None for one in (own, other)]
+            return noise.counts(*noise.faster_by(*ends)) and self._confirmed(PHASES[metric], model)
+        if interval := self._paired(metric, model):
+            return noise.counts(*interval)
+        before, after = self.score("baseline", metric), self.score(model, metric)
+        error, other = (self.score(name, f"{metric}_stderr") for name in ("baseline", model))
+        if before is None or after is None:
+            return False
+        if error is None or other is None:
+            return abs(after - before) > noise.SAME_SIZE * abs(before)
+        return noise.counts(*noise.difference(after - before, math.hypot(error, other)))
+
+    def _confirmed(self, phase: str, model: str) -> bool:
+        """Does the grid tell a model's speed from the baseline's, too? Asked of records without a model timed twice,
+        whose quartiles cannot show what makes one model faster in all rounds, such as its place in memory."""
+        if phase == "step" or any(one.spread for one in self.speed.values()):
+            return True
+        rows = [row for row in self.speed_grid.rows if row.model == model and row.batch == 1]
+        return all(self.speed_grid.counts(row, phase) for row in rows)
+
+    def _paired(self, metric: str, model: str) -> noise.Ends | None:
+        """The interval of a difference on the same text or the same questions; None if the record has none."""
+        of_text, loss = self.difference.get(model, {}), metric.replace("perplexity_", "nll_", 1)
+        if metric.startswith("perplexity_") and loss in of_text and f"{loss}_stderr" in of_text:
+            return noise.difference(of_text[loss], of_text[f"{loss}_stderr"])
+        for task, one in self.tasks.compared.get(model, {}).items():
+            low, high = one.difference_low, one.difference_high
+            if metric == f"{one.metric}_{task}" and low is not None and high is not None:
+                return low, high
+        return None
+
+    @property
+    def disturbed(self) -> str:
+        """What else used the processor while speeds were measured, in words; "" if nothing is known of it."""
+        loads = [one.load for one in self.speed.values()] + [self.speed_grid.load]
+        loads += [self.cache.speed.load] if self.cache and self.cache.speed else []
+        return next(filter(None, map(noise.disturbed, loads)), "")
 
     def recipe_of(self, model: str) -> str | None:
         """A model's recipe in its written form; None if it has none."""

@@ -17,7 +17,9 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from eval.machine.load import LoadMeter
+from eval.record import measured
 from eval.record.noise import Load
+from eval.record.reading import row as read
 from eval.speed.device_lock import timing_threads, undisturbed
 from eval.speed.speed import (
     Variant,
@@ -68,17 +70,18 @@ class SpeedGrid:
     def _repr_html_(self) -> str:
         cells = list(dict.fromkeys((row["batch"], row["prompt_tokens"]) for row in self.rows))
         head = "".join(f"<th>batch {b}, prompt {p:,}</th>" for b, p in cells)
-        body = ""
+        body, grid = "", read(measured.SpeedGrid, self.found())
+        told = {(row.model, row.batch, row.prompt_tokens): grid.counts(row, "decode") for row in grid.rows}
         for name in dict.fromkeys(row["model"] for row in self.rows):
             mine = {(row["batch"], row["prompt_tokens"]): row for row in self.rows if row["model"] == name}
-            shown = "".join(_cell(mine[cell]) for cell in cells)
+            shown = "".join(_cell(mine[cell], told[name, *cell]) for cell in cells)
             body += f"<tr><th style='text-align:left'>{escape(name)}</th>{shown}</tr>"
-        caption = "<caption>tokens/s: decode, prefill</caption>"
+        caption = "<caption>tokens/s: decode, prefill; ≈ marks noise</caption>"
         return f"<table>{caption}<thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _cell(row: dict[str, Any]) -> str:
-    ratio = "" if row["decode_ratio"] is None else f" ({row['decode_ratio']:.2f}×)"
+def _cell(row: dict[str, Any], counts: bool) -> str:
+    ratio = "" if row["decode_ratio"] is None else f" ({'' if counts else '≈ '}{row['decode_ratio']:.2f}×)"
     return f"<td>{row['decode_tokens_per_s']:,.1f}{ratio}, {row['prefill_tokens_per_s']:,.0f}</td>"
 
 

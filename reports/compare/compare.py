@@ -22,6 +22,7 @@ from reports.parts.text import clean, link, listed, plural, public
 __all__ = ["Leaderboard", "RunOutcome", "Verdict", "compare_page", "compare_two", "leaderboard", "render_comparison"]
 MAX_FAILURES, MAX_RUNS, MAX_LINES, MAX_LOST = 30, 200, 12, 5
 _LOSSES = (  # kind, its name on the page, and how a cost is shown
+    ("kl", "nats of KL per token", lambda cost: f"{cost:.4f}"),
     ("task", "of the baseline’s accuracy", lambda cost: f"{100 * (1 - cost):.1f} %"),
     ("perplexity", "perplexity", lambda cost: percent(growth(cost))),
     ("exact", "points of exact answers", lambda cost: f"{-100 * cost:+.0f}"),
@@ -116,10 +117,11 @@ def _lost(found: Sequence[Variant]) -> list[str]:
     losers = [v for v in found if v.lost]
     if not losers:
         return []
-    each = [
-        f"{listed([q.words for q in sorted(v.lost)], 3)} of {v.label} in {clean(v.run.key, 60)}"
-        for v in losers[:MAX_LOST]
-    ]
+    each = []
+    for v in losers[:MAX_LOST]:
+        key = clean(v.run.key, 60)
+        where = "" if v.label.endswith(f" in {key}") else f" in {key}"
+        each.append(f"{listed([q.words for q in sorted(v.lost)], 3)} of {v.label}{where}")
     more = f" and {plural(len(losers) - MAX_LOST, 'more model')}" * (len(losers) > MAX_LOST)
     return [f"Not finite, or missing where the baseline has it: {'; '.join(each)}{more}. Such models are ranked last."]
 
@@ -148,7 +150,9 @@ def _cards(outcomes: Sequence[RunOutcome], found: Sequence[Variant]) -> list[tup
         ratios = [(number.ratio, v) for v in own if (number := v.numbers.get(Quantity(kind))) and number.ratio]
         if ratios:
             ratio, best = (min if kind == "stored" else max)(ratios, key=lambda pair: pair[0])
-            cards.append((fmt(1 / ratio if kind == "stored" else ratio, unit="×"), f"{words}: {clean(best.label, 70)}"))
+            told = kind == "stored" or best.run.measured.counts("decode_tokens_per_s", best.name)
+            words = f"{words}{'' if told else ', within the noise'}: {clean(best.label, 70)}"
+            cards.append((fmt(1 / ratio if kind == "stored" else ratio, unit="×"), words))
     return cards
 
 

@@ -75,6 +75,7 @@ class IndexRow(NamedTuple):
     accuracy: list[tuple[str, str]]
     smaller: float | None
     faster: float | None
+    faster_counts: bool
     failure: str
     why: str
     folder: str
@@ -104,7 +105,7 @@ def index_row(one: RunOutcome) -> IndexRow:
         "" if duration is None else _took(duration),
         *_accuracy(record),
         _smaller(record),
-        _faster(record),
+        *_faster(record),
         clean(failure.kind, 40) if failure else "",
         _why(failure) if failure else "",
         "" if done else link(folder),
@@ -167,9 +168,10 @@ def _smaller(record: RunRecord) -> float | None:
     return 1 / ratio if ratio and finite(ratio) else None
 
 
-def _faster(record: RunRecord) -> float | None:
-    """Decoded tokens per second relative to the baseline's; in a run on caches, after the longest context."""
+def _faster(record: RunRecord) -> tuple[float | None, bool]:
+    """Decoded tokens per second relative to the baseline's, and whether that is more than noise; in a run on caches,
+    after the longest context."""
     if record.cache and record.cache.speed:
-        longest = record.cache.speed.decode_ratio(MAIN, FULL)
-        return longest[1] if longest else None
-    return record.ratio("decode_tokens_per_s")
+        context, ratio = record.cache.speed.decode_ratio(MAIN, FULL) or (0, None)
+        return ratio, record.cache.speed.counts(MAIN, FULL, context)
+    return record.ratio("decode_tokens_per_s"), record.counts("decode_tokens_per_s")

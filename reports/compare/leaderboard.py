@@ -134,7 +134,9 @@ def of_variants(found: Sequence[Variant], most: int = MAX_ROWS) -> Leaderboard:
 
 
 def _run(v: Variant) -> str:
-    return clean(v.run.key, 100) + (" (stale)" if v.run.stale else "")
+    return (
+        clean(v.run.key, 100) + (" (stale)" if v.run.stale else "") + (" (noisy)" if v.run.measured.disturbed else "")
+    )
 
 
 def _columns(found: Sequence[Variant]) -> list[Column]:

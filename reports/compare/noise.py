@@ -1,19 +1,19 @@
-"""The rule of the comparison page: when one model is better than another, and when the difference is within the noise.
+"""The comparison of every model with every other: which are on the front, within its noise, or dominated.
 
 Two things are weighed: how much worse than its own baseline a model is (its cost), and what it takes (bytes) or gives
 (tokens per second). A model is *dominated* where another is at least as good in both and better beyond noise in one.
 Where another looks better, but only within the noise, they are *indistinguishable* at this number of samples, and both
-stay.
+stay. Whether a difference is noise is decided by `eval.record.noise`.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from eval.record.metrics import SAME_SIZE, SAME_SPEED, Z
+from eval.record.noise import SAME_SIZE, counts, difference, faster_by
 
 MAX_ALIKE = 6  # models that a page names
 RULE = (
@@ -22,9 +22,10 @@ RULE = (
     "with the baseline of its own run (same questions, same text) where the record has that, and the two errors are "
     "combined; this is careful, because mistakes that two recipes have in common count twice. Where another recipe "
     "looks better, but not beyond noise, the two are indistinguishable at this n, and both stay. Sizes differ where "
-    "they do so by more than 0.5 %. Speeds differ where the quartiles of their rounds do not overlap, and, between "
-    "runs, where the difference also exceeds that between the baselines of these runs. A number without a standard "
-    "error counts as exact."
+    "they do so by more than 0.5 %. Speeds differ where they do so by more than one model that was timed twice in the "
+    "same turns (in earlier records: where the quartiles of their rounds do not overlap), and, between runs, where the "
+    "difference also exceeds that between the baselines of these runs; those of a disturbed run are not told apart. An "
+    "accuracy without a standard error counts as exact."
 )
 
 
@@ -36,8 +37,8 @@ class Effect(NamedTuple):
 
 
 class Amount(NamedTuple):
-    """Bytes or speed. sign: 1 if more is better, else -1; low and high: its spread; run: the run of the
-    measurement."""
+    """Bytes or speed. sign: 1 if more is better, else -1; low and high: the interval of a speed
+    (`eval.record.noise.speed_ends`); run: the run of the measurement."""
 
     value: float
     sign: int
@@ -60,7 +61,7 @@ class Standing:
 def better(a: Effect, b: Effect) -> bool:
     """Is a better than b, beyond noise?"""
     gap = b.cost - a.cost
-    return gap > max(Z * math.hypot(a.stderr or 0.0, b.stderr or 0.0), 1e-9)
+    return gap > 0 and counts(*difference(gap, math.hypot(a.stderr or 0.0, b.stderr or 0.0)))
 
 
 def ahead(a: Amount, b: Amount, drift: float = 1.0) -> bool:
@@ -71,8 +72,8 @@ def ahead(a: Amount, b: Amount, drift: float = 1.0) -> bool:
     """
     if a.sign < 0:
         return a.value < b.value * (1 - SAME_SIZE)
-    known = a.low is not None and b.high is not None
-    apart = a.low > b.high if known else a.value > b.value * (1 + SAME_SPEED)
+    own, other = (None if one.low is None or one.high is None else (one.low, one.high) for one in (a, b))
+    apart = a.value > b.value and counts(*faster_by(own, other))
     return apart and (a.run == b.run or a.value > b.value * drift)
 
 
@@ -88,14 +89,16 @@ def standings(points: Sequence[tuple[Effect, Amount]], drift: float = 1.0) -> li
     found: list[Standing] = []
     better_looking = []  # of each model: a bit per model that is better within the noise
     for i in range(len(points)):
-        noise = np.maximum(Z * np.hypot(error, error[i]), 1e-9)
+        apart = counts(*difference(cost[i] - cost, np.hypot(error, error[i])))
         if sign < 0:
             beyond, behind = value < value[i] * (1 - SAME_SIZE), value[i] < value * (1 - SAME_SIZE)
         else:
-            beyond = _faster(value, low, value[i], high[i], run != run[i], drift)
-            behind = _faster(value[i], low[i], value, high, run != run[i], drift)
-        wins = (cost[i] - cost > noise) | beyond
-        loses = (cost - cost[i] > noise) | behind
+            told = counts(low - high[i], high - low[i]) & (
+                (run == run[i]) | (np.maximum(value, value[i]) > np.minimum(value, value[i]) * drift)
+            )
+            beyond, behind = told & (value > value[i]), told & (value < value[i])
+        wins = (apart & (cost < cost[i])) | beyond
+        loses = (apart & (cost > cost[i])) | behind
         as_good = (cost <= cost[i]) & (value <= value[i] * (1 + SAME_SIZE) if sign < 0 else value >= value[i])
         others = np.arange(len(points)) != i
         over = np.flatnonzero(as_good & wins & others)
@@ -115,10 +118,3 @@ def standings(points: Sequence[tuple[Effect, Amount]], drift: float = 1.0) -> li
             looks = np.unpackbits(bits, count=len(points)).astype(bool)
             found[i] = replace(standing, by=int(np.argmax(looks & front if (looks & front).any() else looks)))
     return found
-
-
-def _faster(value: Any, low: Any, other: Any, high: Any, elsewhere: np.ndarray, drift: float) -> np.ndarray:
-    """Speeds above others beyond noise: by the quartiles where both are known; see `ahead`."""
-    known = ~(np.isnan(low) | np.isnan(high))
-    apart = np.where(known, low > high, value > other * (1 + SAME_SPEED))
-    return apart & (~elsewhere | (value > other * drift))

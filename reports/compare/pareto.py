@@ -105,12 +105,15 @@ def planes(found: Sequence[PlaneModels], scale: float = 1.0) -> list[Plane]:
 
 
 def axes_of(own: Sequence[Variant]) -> list[Axis]:
-    """The measures of accuracy for these models of the same weights: tasks if at least half of the models with a known
-    size answered any, else perplexity, else divergence; and exact answers, if caches were compressed."""
+    """The measures of accuracy for these models of the same weights: divergence, else perplexity; tasks if at least
+    half of the models with a known size answered any; and exact answers, if caches were compressed."""
     own = [v for v in own if not v.baseline]
     weighed = [v for v in own if Quantity("stored") in v.numbers]
     asked = [v for v in weighed if any(w.kind == "task" for w in v.effects)]
     axes: list[Axis] = []
+    for kind in ("kl", "perplexity"):
+        if not axes:
+            axes += [_by_text(what) for what in _texts(weighed, kind)]
     if len(asked) >= 2 and 2 * len(asked) >= len(weighed):
         tasks = shared(asked, "task")
         names = listed([clean(w.of.rpartition(" ")[0], 40) for w in tasks], 3)
@@ -123,9 +126,6 @@ def axes_of(own: Sequence[Variant]) -> list[Axis]:
                 lambda cost: f"{100 * (1 - cost):.1f} %",
             )
         )
-    for kind in ("perplexity", "kl"):
-        if not axes:
-            axes += [_by_text(what) for what in _texts(weighed, kind)]
     exact = [w for w, n in Counter(w for v in own for w in v.effects if w.kind == "exact").items() if n >= 2]
     if exact:
         first = min(exact, key=lambda w: (w.of != "agnostic", w))
@@ -246,7 +246,11 @@ def _plane(axis: Axis, kind: str, spots: list[Spot], elsewhere: int, scale: floa
     shown = top[: max(6, round(MAX_ROWS * scale))]
     rows = {s.variant.number: _row(s, spots, axis, by_size) for s in sorted(shown, key=lambda s: s.variant.number)}
     caption = "Bars: one standard error of the difference to the baseline"
-    caption += "." if by_size else f", and the quartiles of the rounds. Measured on {clean(machine, 160)}."
+    caption += (
+        "."
+        if by_size
+        else f", and the interval within which speeds cannot be told apart. Measured on {clean(machine, 160)}."
+    )
     if elsewhere:
         are = "was" if elsewhere == 1 else "were"
         caption += f" {plural(elsewhere, 'model')} {are} timed on another machine, or with other settings, and {are} "

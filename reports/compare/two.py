@@ -6,10 +6,12 @@ from html import escape
 from typing import NamedTuple
 
 from eval.record.html import html_table
-from eval.record.metrics import Z, fmt
+from eval.record.metrics import fmt
+from eval.record.noise import Z, counts
 from eval.record.rows import RunRecord, typed
+from reports.compare.noise import Amount, ahead
 from reports.compare.outcome import RunOutcome
-from reports.compare.variants import INTERVAL, Quantity, Variant, of_run
+from reports.compare.variants import INTERVAL, Quantity, Variant, drift, of_run
 from reports.parts.table import Record
 from reports.parts.text import clean, listed
 
@@ -162,16 +164,12 @@ def _decided(holds: bool, threshold: float, recovery: float, half: float | None)
     said = f"That is {'not ' if holds else ''}below {threshold * 100:g} %: it {'holds' if holds else 'does not hold'}."
     if half is None:
         return said + " How far noise reaches is unknown."
-    if holds:
-        return said + (
-            " The interval reaches below the threshold."
-            if recovery - half < threshold
-            else " So is the whole interval."
-        )
+    if counts(recovery - half - threshold, recovery + half - threshold):
+        return said + (" So is the whole interval." if holds else " The whole interval is below.")
     return said + (
-        " The interval reaches the threshold: noise alone could do this."
-        if recovery + half >= threshold
-        else " The whole interval is below."
+        " The interval reaches below the threshold."
+        if holds
+        else " The interval reaches the threshold: noise alone could do this."
     )
 
 
@@ -190,7 +188,8 @@ def _ratios(a: Variant, b: Variant) -> tuple[list[VerdictRow], list[str]]:
         ratio = b.numbers[w].value / a.numbers[w].value
         name = f"{kinds[w.kind]}{f', {w.of}' if w.of else ''}"
         rows.append(VerdictRow(name, a.numbers[w].value, b.numbers[w].value, ratio))
-        said.append(f"{name[0].upper()}{name[1:]}: {ratio:.2f}×.")
+        noise = ", within the noise" if timed and not _told(a, b, w) else ""
+        said.append(f"{name[0].upper()}{name[1:]}: {ratio:.2f}×{noise}.")
     if (
         a.machine != b.machine
         and any(w.kind == "decode" for w in a.numbers)
@@ -198,6 +197,15 @@ def _ratios(a: Variant, b: Variant) -> tuple[list[VerdictRow], list[str]]:
     ):
         said.append("Speeds were measured on different machines and are not compared.")
     return rows, said
+
+
+def _told(a: Variant, b: Variant, what: Quantity) -> bool:
+    """Do the speeds of two runs differ by more than noise, and by more than those of their baselines?"""
+    one, other = (
+        Amount(v.numbers[what].value, 1, v.numbers[what].low, v.numbers[what].high, v.run.key) for v in (a, b)
+    )
+    drifted = drift([base for v in (a, b) for base in of_run(v.run)], a, what)
+    return ahead(one, other, drifted) or ahead(other, one, drifted)
 
 
 def _names(v: Variant) -> str:

@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from eval.record.rows import RunRecord
+from eval.record.noise import Z
+from eval.record.rows import RunRecord, Step
 from reports.compare.noise import Effect
 from reports.compare.outcome import RunOutcome
 from reports.parts.caches import FULL, cache_rows
 from reports.parts.plots import finite
 from reports.parts.text import clean
 
-INTERVAL = 2 * 1.96  # width of a 95 % interval in standard errors
-ACCURACY = ("task", "perplexity", "kl", "exact")  # kinds of quantities; models are ranked by the first that any has
+INTERVAL = 2 * Z  # width of a 95 % interval in standard errors
+ACCURACY = ("kl", "task", "perplexity", "exact")  # kinds of quantities; models are ranked by the first that any has
 TASK_METRICS = ("acc_norm", "acc", "exact_match")  # the metric of a task in records that do not name it, best first
 NONE = "no compression"
+MAX_KNOBS = 3  # that tell models of one recipe apart
 _CALLED = {"perplexity": "perplexity on", "kl": "KL on", "exact": "exact answers,"}
 
 
@@ -38,7 +40,7 @@ class Quantity(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A number with its standard error or its spread (low, high), and its ratio to the baseline's, with the ends of a
+    """A number with its standard error or its interval (low, high), and its ratio to the baseline's, with the ends of a
     95 % interval."""
 
     value: float
@@ -95,6 +97,7 @@ def variants(outcomes: Sequence[RunOutcome]) -> list[Variant]:
     those that lost a measure of accuracy are last.
     """
     found = [v for run in outcomes if run.measured.scores and run.measured.model.name for v in of_run(run)]
+    found = _told_apart(found)
     kinds = {q.kind for v in found for q in v.effects if not v.baseline}
     primary = next((kind for kind in ACCURACY if kind in kinds), "")
     ranking = {
@@ -108,6 +111,44 @@ def variants(outcomes: Sequence[RunOutcome]) -> list[Variant]:
     found.sort(key=order)
     before = sum(v.baseline for v in found)
     return [v if v.baseline else replace(v, number=i - before + 1) for i, v in enumerate(found)]
+
+
+def _told_apart(found: list[Variant]) -> list[Variant]:
+    """The same models, with the knobs that differ, else the run, behind recipes that several of them share."""
+    groups: dict[tuple[str, str], list[Variant]] = {}
+    for v in found:
+        if not v.baseline:
+            groups.setdefault((v.weights, v.recipe), []).append(v)
+    names = {id(v): name for twins in groups.values() for v, name in zip(twins, _names(twins), strict=True)}
+    return [replace(v, recipe=names.get(id(v), v.recipe)) for v in found]
+
+
+def _names(twins: Sequence[Variant]) -> list[str]:
+    """Names for models of one recipe: with the knobs of the model itself, then those of its run's recipe, then the
+    run's other parameters, as far as these differ and are needed; with the run if none is left."""
+    records = [v.run.measured for v in twins]
+    sources = (
+        [_knobs(r.recipes.get(v.name, ())) for v, r in zip(twins, records, strict=True)],
+        [_knobs(r.recipe) for r in records],
+        [r.run.parameters for r in records],
+    )
+    names, told = [v.recipe for v in twins], [{} for _ in twins]
+    for settings in sources:
+        if len(set(names)) < len(names):
+            keys = dict.fromkeys(key for one in settings for key in one)
+            differing = [key for key in keys if len({str(one.get(key)) for one in settings}) > 1][:MAX_KNOBS]
+            for known, one in zip(told, settings, strict=True):
+                known |= {key: one[key] for key in differing if key in one}
+            texts = [clean(", ".join(f"{key}={value!r}" for key, value in known.items()), 100) for known in told]
+            names = [f"{v.recipe} [{text}]" if text else v.recipe for v, text in zip(twins, texts, strict=True)]
+    twice = {name for name, count in Counter(names).items() if count > 1}
+    return [
+        f"{name} in {clean(v.run.key, 60)}" if name in twice else name for name, v in zip(names, twins, strict=True)
+    ]
+
+
+def _knobs(recipe: Sequence[Step]) -> dict[str, object]:
+    return {key: value for step in recipe for key, value in step.knobs.items()}
 
 
 def shared(own: Sequence[Variant], kind: str) -> tuple[Quantity, ...]:
@@ -194,8 +235,7 @@ def measured(record: RunRecord, name: str) -> tuple[Numbers, Effects, dict[Quant
     for kind in ("decode", "prefill"):
         if value := _score(record, name, f"{kind}_tokens_per_s"):
             timed = record.speed.get(name)
-            ends = getattr(timed, f"{kind}_quartiles") if timed and _spreads(timed.settings.rounds) else ()
-            low, high = ends if len(ends) == 2 else (None, None)
+            low, high = (timed.ends(kind) if timed else None) or (None, None)
             numbers[Quantity(kind)] = Number(value, None, low, high, _ratio(record, name, f"{kind}_tokens_per_s"))
     if record.cache:
         _add_cache(record, name, numbers, effects)
@@ -231,11 +271,6 @@ def _known(value: float | None) -> float | None:
 
 def _ratio(record: RunRecord, name: str, metric: str) -> float | None:
     return _known(record.ratio(metric, name))
-
-
-def _spreads(rounds: int | None) -> bool:
-    """Are these quartiles a spread? Those of one round are not."""
-    return rounds is None or rounds > 1
 
 
 def _add_texts(record: RunRecord, name: str, numbers: Numbers, effects: Effects) -> None:
@@ -339,7 +374,7 @@ def _add_cache(record: RunRecord, name: str, numbers: Numbers, effects: Effects)
         numbers[Quantity("cache", f"{max(lengths):,} tokens")] = Number(row.bytes, ratio=_known(row.share))
     longest = cache.speed.decode_ratio(variant, FULL) if cache.speed else None
     if longest and finite(*(timed := cache.speed.tokens_per_s[variant][longest[0]])) and len(timed) == 3:
-        low, high = timed[1:] if _spreads(cache.speed.settings.rounds) else (None, None)
+        low, high = cache.speed.ends(variant, longest[0]) or (None, None)
         what = Quantity("decode", f"behind {longest[0]:,} tokens")
         numbers[what] = Number(timed[0], None, low, high, _known(longest[1]))
 

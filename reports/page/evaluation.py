@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from eval.record.measured import Flip, GenerationRow, Paired, Sample, Settings, TaskRow
 from eval.record.metrics import described, fmt, with_error
+from eval.record.noise import counts
 from eval.record.rows import RunRecord
 from reports.parts.intervals import Interval, Panel, forest, spread
 from reports.parts.plots import finite
@@ -129,7 +130,7 @@ def _against(of: Paired | None, scale: float, higher: bool) -> tuple[tuple[str, 
     if not of:
         return ("", ""), ("", ""), "", ""
     low, high, kind, p = of.difference_low, of.difference_high, "", of.mcnemar_p
-    if low is not None and high is not None and (low > 0 or high < 0):
+    if low is not None and high is not None and counts(low, high):
         kind = "good" if (low > 0) == higher else "bad"
     recovery = _between(of.recovery, of.recovery_low, of.recovery_high, lambda v: fmt(v, ".1f", 100), " %")
     digits = 1 if scale == 100 else 3

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eval.record.measured import Bench, Contest
-from eval.record.metrics import faster, fmt
+from eval.record.metrics import fmt, kind_of
+from eval.record.noise import counts, faster_by, speed_ends
 from eval.record.rows import RunRecord, typed
 from reports.parts import kernel_plots
 from reports.parts.figures import Figures
@@ -69,7 +70,8 @@ def verdict(bench: Bench, timed: Sequence[Contest]) -> list[str]:
     ratios = [row.speedup for row in timed if row.speedup]
     if ratios:
         said.append(
-            f"Of {len(ratios)} contests with their baseline, ours is the faster in {sum(r > 1 for r in ratios)}; "
+            f"Of {len(ratios)} contests with their baseline, ours is the faster in "
+            f"{sum(_kind(row) == 'good' for row in timed)}, beyond the quartiles of the rounds; "
             f"from {fmt(min(ratios))}× to {fmt(max(ratios))}×."
         )
     if above := sum((row.roofline or 0) > 1.05 for row in timed):
@@ -120,12 +122,23 @@ def _row(row: Contest) -> ShownContest:
         spread="–".join(map(_us, row.quartiles.get(row.ours, ()))) if (row.rounds or 0) > 1 else "",
         baseline=_us(row.seconds.get(row.baseline)),
         speedup=f"{fmt(row.speedup)}×" if row.speedup else "–",
-        kind=faster(row.speedup) if row.speedup else "",
+        kind=_kind(row),
         roofline=fmt(row.roofline or None, ".0f", 100, " %"),
         goal=" and ".join(goals) + met[0] if goals else "–",
         goal_kind=met[1],
         strongest=f"{row.strongest} {_us(row.seconds.get(row.strongest))}" if row.strongest else "–",
     )
+
+
+def _kind(row: Contest) -> str:
+    """good or bad where ours and the baseline differ beyond the quartiles of their rounds, else noise; "" for one."""
+    if not row.speedup:
+        return ""
+    ends = (
+        speed_ends(row.seconds.get(name), row.quartiles.get(name, ()), rounds=row.rounds)
+        for name in (row.baseline, row.ours)
+    )
+    return kind_of(row.speedup, counts(*faster_by(*ends)))
 
 
 def _us(seconds: float | None) -> str:

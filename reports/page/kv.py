@@ -10,6 +10,7 @@ from matplotlib.patches import Rectangle
 from eval.record.measured import Answers, Cache, CacheSpeed
 from eval.record.metrics import fmt
 from eval.record.rows import RunRecord, typed
+from reports.page.verdict import timing_note
 from reports.parts.caches import FULL, MAIN, CacheRow, cache_rows, speed_rows
 from reports.parts.figures import Figures
 from reports.parts.plots import ACCENT, INK, LINE, MUTED, SECOND, drawn, finite, grid, legend, svg, wrapped
@@ -50,6 +51,7 @@ def context(run: RunRecord) -> dict[str, Any]:
         "depth": _depth(cache),
         "speed": _speed(speed, labels) if speed else "",
         "speed_rows": speed_rows(speed) if speed else [],
+        "timing_note": timing_note(speed.spread, speed.load) if speed else "",
         "contexts": sorted(speed.tokens_per_s.get(FULL, {})) if speed else [],
     }
 
@@ -99,9 +101,10 @@ def verdict(run: RunRecord, table: Sequence[CacheRow], visibilities: Sequence[st
         )
     if speed and (longest := speed.decode_ratio(MAIN, FULL)):
         attention = speed.attention_speedup.get(MAIN, {}).get(longest[0])
+        noise = "" if speed.counts(MAIN, FULL, longest[0]) else " (within the noise)"
         said.append(
             f"Behind {longest[0]:,} tokens the model decodes {fmt(longest[1])}× as fast as with a full cache in the "
-            f"same kind of step; its attention takes {fmt(attention)}× less time."
+            f"same kind of step{noise}; its attention takes {fmt(attention)}× less time."
         )
     if run.cache.left_alone:
         kinds = ", ".join(f"{count} of kind {kind}" for kind, count in run.cache.left_alone.items())
@@ -122,7 +125,8 @@ def _cards(run: RunRecord, table: Sequence[CacheRow], visibilities: Sequence[str
         mine, whole = (fmt(row.by[v].exact, ".0f", 100, " %") for row in (main, full))
         cards.append((mine, f"exact answers, {v}; full cache {whole}"))
     if speed and (longest := speed.decode_ratio(MAIN, FULL)):
-        cards.append((fmt(longest[1], unit="×"), f"decode speed behind {longest[0]:,} tokens"))
+        noise = "" if speed.counts(MAIN, FULL, longest[0]) else ", within the noise"
+        cards.append((fmt(longest[1], unit="×"), f"decode speed behind {longest[0]:,} tokens{noise}"))
     return cards
 
 

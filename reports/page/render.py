@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from eval.record.metrics import MetricTable, fmt, metric_table, number, percent
 from eval.record.rows import LayerRow, RunRecord, typed
 from reports.page import allocation, evaluation, folds, inputs, kernels, kv, pruning, resources
-from reports.page.verdict import verdict
+from reports.page.verdict import timing_note, verdict
 from reports.parts import plots, table
 from reports.parts.figures import NOTEBOOK, Figures, framed
 from reports.parts.files import Report, environment, write_page
@@ -83,6 +83,7 @@ def _context(run: RunRecord) -> dict[str, Any]:
         "allocated": allocation.context(run),
         "errors": plots.layer_errors(run.layers, recipe),
         "speed": plots.speed_bars(run.speed),
+        "timing_note": next((timing_note(one.spread, one.load) for one in run.speed.values()), ""),
         "size": _size_figure(run),
         "kinds": _kinds(run.layers),
     }
@@ -90,7 +91,11 @@ def _context(run: RunRecord) -> dict[str, Any]:
 
 def scores_table(run: RunRecord) -> MetricTable:
     """The scores of the first models of a run."""
-    return metric_table(run.models[: 2 + MAX_OTHERS], run.scores, run.difference, run.speed)
+    return metric_table(run.models[: 2 + MAX_OTHERS], run.scores, run.counts)
+
+
+def _noise(run: RunRecord, metric: str) -> str:
+    return "" if run.counts(metric) else ", within the noise"
 
 
 def _cards(run: RunRecord) -> list[tuple[str, str]]:
@@ -102,10 +107,12 @@ def _cards(run: RunRecord) -> list[tuple[str, str]]:
     for corpus in run.corpora:
         if ratio := run.ratio(f"perplexity_{corpus}"):
             before, after = (number(run.score(name, f"perplexity_{corpus}")) for name in ("baseline", "compressed"))
-            cards.append((percent(ratio - 1), f"perplexity on {corpus}: {before} → {after}"))
+            noise = _noise(run, f"perplexity_{corpus}")
+            cards.append((percent(ratio - 1), f"perplexity on {corpus}: {before} → {after}{noise}"))
     for phase in ("decode", "prefill"):
         if ratio := run.ratio(f"{phase}_tokens_per_s"):
-            cards.append((fmt(ratio, unit="×"), f"{phase} speed against the strongest 16-bit baseline"))
+            noise = _noise(run, f"{phase}_tokens_per_s")
+            cards.append((fmt(ratio, unit="×"), f"{phase} speed against the strongest 16-bit baseline{noise}"))
     if recovered := evaluation.recovery_card(run):
         cards.append(recovered)
     return cards

@@ -7,6 +7,7 @@ from typing import Any
 from eval.record.measured import Cost, CostRow, GridRow, Measure, SpeedGrid
 from eval.record.metrics import fmt, number
 from eval.record.rows import RunRecord
+from reports.page.verdict import timing_note
 from reports.parts.intervals import Panel, agreement, spread
 from reports.parts.text import listed
 
@@ -75,6 +76,8 @@ def _grid(grid: SpeedGrid) -> dict[str, Any]:
         "figure": _grid_figure(cells),
         "executed": [f"{listed(list(models))}: {how}" for how, models in executed.items()],
         "settings": grid.settings,
+        "counts": grid.counts,
+        "timing_note": timing_note(grid.spread, grid.load),
     }
 
 

@@ -1,10 +1,13 @@
 """The verdict of a run in a few plain sentences, from the numbers of its record."""
 
 import math
+from collections.abc import Mapping
 
-from eval.record.metrics import Z, change, fmt, percent
+from eval.record.metrics import change, fmt, percent
+from eval.record.noise import Load
 from eval.record.rows import RunRecord
 from reports.parts.plots import finite
+from reports.parts.text import listed
 
 
 def verdict(record: RunRecord) -> list[str]:
@@ -20,8 +23,27 @@ def verdict(record: RunRecord) -> list[str]:
     for does, metric in ((decodes, "decode_tokens_per_s"), ("reads a prompt", "prefill_tokens_per_s")):
         ratio = record.ratio(metric)
         if ratio is not None:
-            said.append(_speed(does, ratio))
+            said.append(_speed(does, ratio, record.counts(metric)))
+    if record.disturbed:
+        said.append(f"Speeds are noisy and not compared: {record.disturbed}.")
     return said + [note if note.endswith((".", "!", "?")) else f"{note}." for note in record.notes]
+
+
+def timing_note(spread: Mapping[str, float], load: Load | None) -> str:
+    """A sentence on the noise of the speeds of a record, and one on the load of the machine if it is known."""
+    if not spread:
+        return (
+            "No model was timed twice in this record: two speeds are told apart where the quartiles of their rounds do "
+            "not overlap."
+        )
+    shares = listed([f"{phase} {fmt(share, '.1f', 100)} %" for phase, share in spread.items()])
+    said = f"One model was timed twice in the same turns; chance alone makes differences of up to {shares}, which "
+    said += "therefore do not count."
+    if load is None or load.others is None:
+        return said
+    said += f" Other processes took {fmt(load.others, '.1f', 100)} % of the processor meanwhile"
+    said += f", other virtual machines {fmt(load.stolen, '.1f', 100)} %" if load.stolen else ""
+    return said + (f"; clock {fmt(load.mhz_low, ',.0f')} to {fmt(load.mhz_high, ',.0f')} MHz." if load.mhz_low else ".")
 
 
 def _perplexity(record: RunRecord, corpus: str) -> list[str]:
@@ -43,16 +65,16 @@ def _perplexity(record: RunRecord, corpus: str) -> list[str]:
         text += f"; without {what} it would be {fmt(unsmoothed, ',.2f')}, {percent(change(unsmoothed, before))}"
     said = [f"{text})."]
     paired = record.difference.get("compressed", {})
-    delta, stderr = paired.get(f"nll_{corpus}"), paired.get(f"nll_{corpus}_stderr")
-    if stderr and delta is not None and abs(delta) <= Z * stderr and corpus in record.texts:
+    if paired.get(f"nll_{corpus}_stderr") and corpus in record.texts and not record.counts(f"perplexity_{corpus}"):
         tokens = fmt(record.texts[corpus].tokens, ",")
         said.append(f"At {tokens} tokens that difference is within the noise.")
     return said
 
 
-def _speed(does: str, ratio: float) -> str:
-    if 0.97 <= ratio <= 1.03:
-        return f"It {does} as fast as the strongest 16-bit baseline on this machine ({ratio:.2f}×)."
+def _speed(does: str, ratio: float, counts: bool) -> str:
+    if not counts:
+        said = f"It {does} as fast as the strongest 16-bit baseline on this machine, as far as can be told"
+        return f"{said} ({ratio:.2f}×, within the noise)."
     if ratio > 1:
         return f"It {does} {fmt(ratio, unit='×')} as fast as the strongest 16-bit baseline on this machine."
     return f"It {does} more slowly than the strongest 16-bit baseline on this machine ({fmt(ratio, unit='×')})."

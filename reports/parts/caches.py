@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eval.record.measured import Cache, CacheSpeed, Interval
+from eval.record.noise import counts
 
 FULL, MAIN = "full", "compressed"
 
@@ -24,7 +25,9 @@ class CacheCell(NamedTuple):
     @property
     def verdict(self) -> str:
         """bad or good if the interval does not contain 0."""
-        return "" if len(self.against) < 3 else "bad" if self.against[2] < 0 else "good" if self.against[1] > 0 else ""
+        if len(self.against) < 3 or not counts(*self.against[1:]):
+            return ""
+        return "good" if self.against[1] > 0 else "bad"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from eval.record.files import write_whole
-from eval.record.metrics import faster, fmt, number, percent, with_error
+from eval.record.metrics import fmt, kind_of, number, percent, with_error
 from reports.parts.text import clean
 
 LIMIT_BYTES = 1_000_000  # of every page
@@ -57,7 +57,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"fmt": fmt, "num": number, "percent": percent, "faster": faster}
+    made.filters |= {"fmt": fmt, "num": number, "percent": percent, "kind_of": kind_of}
     made.filters["mb"] = lambda size: fmt(size, ",.1f", 1e-6)
     made.globals["with_error"] = with_error
     return made

@@ -42,6 +42,8 @@ class ModelRow:
     decode_ratio: float | None
     prefill: float | None
     prefill_ratio: float | None
+    decode_counts: bool = False  # is the ratio more than noise?
+    prefill_counts: bool = False
 
     @property
     def label(self) -> str:
@@ -63,13 +65,12 @@ def rows(record: RunRecord) -> list[ModelRow]:
             changed = None if name == "baseline" else change(own.get(metric), record.score("baseline", metric))
             kl = (own.get(f"kl_{corpus}"), own.get(f"kl_{corpus}_stderr"))
             texts[corpus] = TextScores(own.get(metric), own.get(f"{metric}_stderr"), changed, *kl)
-        speeds = [
-            speed
-            for metric in ("decode_tokens_per_s", "prefill_tokens_per_s")
-            for speed in (own.get(metric), record.ratio(metric, name))
-        ]
+        timed = ("decode_tokens_per_s", "prefill_tokens_per_s")
+        speeds = [speed for metric in timed for speed in (own.get(metric), record.ratio(metric, name))]
         size = (own.get("stored_bytes"), own.get("bits_per_weight"))
-        found.append(ModelRow(name, record.recipe_of(name), texts, *size, *speeds))
+        found.append(
+            ModelRow(name, record.recipe_of(name), texts, *size, *speeds, *(record.counts(m, name) for m in timed))
+        )
     return found
 
 
@@ -114,8 +115,11 @@ def _cells(row: ModelRow, corpora: Sequence[str]) -> list[str]:
         cells.append(_with_error(text.perplexity, text.perplexity_stderr, 2) + changed)
         cells.append(_with_error(text.kl, text.kl_stderr, 4 if (text.kl or 0) >= 0.01 else 5))
     cells.append(fmt(row.stored_bytes, ",.1f", 1e-6))
-    for speed, ratio in ((row.decode, row.decode_ratio), (row.prefill, row.prefill_ratio)):
-        against = "" if ratio is None or row.name == "baseline" else f" ({fmt(ratio)}×)"
+    for speed, ratio, counts in (
+        (row.decode, row.decode_ratio, row.decode_counts),
+        (row.prefill, row.prefill_ratio, row.prefill_counts),
+    ):
+        against = "" if ratio is None or row.name == "baseline" else f" ({'' if counts else '≈ '}{fmt(ratio)}×)"
         cells.append(fmt(speed, ",.1f" if (speed or 0) < 100 else ",.0f") + against)
     return cells
 

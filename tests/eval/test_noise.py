@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from eval.machine.load import LoadMeter
-from eval.record.noise import Load, spread
+from eval.record.noise import Load, counts, difference, disturbed, faster_by, speed_ends, spread
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 5, 12])
@@ -30,6 +30,29 @@ def test_a_spread_needs_a_pair():
     assert spread([], 5) is None and spread([0.0, float("nan")], 5) is None
     assert spread([1.0, 1.0], 5) == 0.0 and spread([1.02] * 5, 5) == pytest.approx(spread([1 / 1.02] * 5, 5))
     assert spread([1e300], 1) > 1e100, "no overflow"
+
+
+def test_a_difference_counts_if_its_interval_excludes_0():
+    assert counts(0.1, 0.3) and counts(-0.3, -0.1) and not counts(-0.1, 0.3) and not counts(0.0, 0.3)
+    assert counts(*difference(0.2, 0.1)) and not counts(*difference(0.19, 0.1))
+    assert counts(*difference(0.001)) and not counts(*difference(0.0)), "a number without an error is exact"
+
+
+def test_a_speed_counts_beyond_the_spread_of_one_model_timed_twice():
+    def told(fast: float, slow: float, **how) -> bool:
+        return counts(*faster_by(speed_ends(fast, (fast - 1, fast + 1), **how), speed_ends(slow, (95, 105), **how)))
+
+    assert told(111, 100, spread=0.1) and not told(109, 100, spread=0.1), "whatever the quartiles are"
+    assert told(107, 100) and not told(105, 100), "earlier records: the quartiles"
+    assert not told(1000, 100, rounds=1) and told(1000, 100, rounds=1, spread=0.5), "one round has no quartiles"
+    assert not told(1000, 100, spread=0.1, load=Load(others=0.2)), "a disturbed timing tells nothing"
+    assert not counts(*faster_by(None, (1.0, 2.0))) and not counts(*faster_by((1.0, 2.0), None))
+
+
+def test_what_disturbed_a_timing_is_said():
+    assert disturbed(None) == disturbed(Load()) == disturbed(Load(others=0.06, stolen=0.03)) == ""
+    assert disturbed(Load(others=0.25)) == "other processes took 25 % of the processor while it was timed"
+    assert disturbed(Load(others=0.08, stolen=0.05)).startswith("other processes took 8 % and other virtual machines")
 
 
 def _spin(seconds: float) -> None:

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 from datetime import UTC, datetime
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -312,12 +311,8 @@ def test_a_text_that_is_a_file_has_a_short_name(tmp_path):
 def test_scores_show_changes_units_and_noise_and_texts_side_by_side():
     """A notebook shows labels instead of keys; speeds within the quartiles, and losses within their error, are noise."""
     speed = {
-        "baseline": SimpleNamespace(
-            decode_quartiles=(95.0, 105.0), prefill_quartiles=(900.0, 1100.0), step_quartiles=()
-        ),
-        "compressed": SimpleNamespace(
-            decode_quartiles=(180.0, 220.0), prefill_quartiles=(950.0, 1150.0), step_quartiles=()
-        ),
+        "baseline": {"decode_quartiles": (95.0, 105.0), "prefill_quartiles": (900.0, 1100.0)},
+        "compressed": {"decode_quartiles": (180.0, 220.0), "prefill_quartiles": (950.0, 1150.0)},
     }
     metrics = {
         "baseline": {"perplexity_a<b": 20.0, "perplexity_a<b_stderr": 0.5, "decode_tokens_per_s": 100.0,

@@ -104,7 +104,13 @@ def make_record(layers: int = 30) -> dict:
         "texts": {"pydocs": {"tokens": 16000, "window": 1024, "stride": None, "windows": 16}},
         "speed": {
             "baseline": speed,
-            "compressed": {**speed, "decode_tokens_per_s": 126.0, "decode_quartiles": [120.0, 128.0]},
+            "compressed": {
+                **speed,
+                "decode_tokens_per_s": 126.0,
+                "decode_quartiles": [120.0, 128.0],
+                "prefill_tokens_per_s": 1100.0,
+                "prefill_quartiles": [1080.0, 1120.0],
+            },
         },
         "samples": [
             {
@@ -199,7 +205,8 @@ def make_smoothed_record(layers: int = 10) -> dict:
         "nf4": [{**steps[1], "method": "nf4", "text": "nf4"}],
     }
     made["notes"] = ["nf4: a note about nf4."]
-    made["speed"] |= {"unsmoothed": made["speed"]["baseline"], "nf4": made["speed"]["baseline"]}
+    fast = made["speed"]["baseline"] | {"prefill_tokens_per_s": 2250.0, "prefill_quartiles": [2200.0, 2300.0]}
+    made["speed"] |= {"unsmoothed": fast, "nf4": fast}
     return made
 
 
@@ -484,7 +491,7 @@ def test_a_change_within_the_noise_is_marked():
     made = make_record()
     made["difference"]["compressed"] = {"nll_pydocs": 0.07, "nll_pydocs_stderr": 0.04}
     for name, ends in (("baseline", [9.0, 13.0]), ("compressed", [12.0, 18.0])):
-        made["speed"][name]["decode_quartiles"] = ends
+        made["speed"][name] |= {"decode_quartiles": ends, "prefill_quartiles": ends}
     made["scores"]["compressed"]["stored_bytes"] = 0.997 * made["scores"]["baseline"]["stored_bytes"]
     rows = {row.label: row.changes[1] for row in scores_table(typed(made)).rows}
     assert rows["Perplexity"] == ("≈ +7.5 %", "noise") and rows["Stored"] == ("≈ −0.3 %", "noise")
@@ -504,7 +511,7 @@ def test_models_of_a_run_stand_side_by_side():
         "0.2000",
         "99.0",
         "10.10",
-        "1.00×",
+        "≈ 1.00×",
         "1.50×",
     ]
     assert "unsmoothed<br><small>int8</small>" in html and "smoothquant(alpha=&#39;search&#39;), int8" in html
@@ -745,3 +752,41 @@ def test_numbers_of_speed_bars_are_clear_of_the_lines_of_their_limits():
         box, at = text.get_window_extent(), ax.transData.transform((limit, 0))[0]
         assert (at <= box.x0 + 1 or at > box.x1) and box.x1 <= ax.bbox.x1
     assert [text.get_position()[0] for text in written] == [84.0, 299.0, 140.0]
+
+
+def test_verdict_tiles_table_and_grid_decide_by_one_rule():
+    """A decode speed of 1.8 times the baseline's, and what one model that was timed twice says of it."""
+    made = make_record()
+    grid = [
+        {"model": name, "batch": 1, "prompt_tokens": 8, "decode_ratio": ratio, "decode_tokens_per_s": speed}
+        for name, speed, ratio in (("baseline", 70.0, None), ("compressed", 126.0, 1.8))
+    ]
+
+    def shown(spread: float, others: float = 0.0) -> tuple[str, str, str, str]:
+        noise = {"spread": {"decode": spread}, "load": {"others": others, "stolen": 0.0, "seconds": 9.0}}
+        made["speed"] = {name: one | noise for name, one in made["speed"].items()}
+        run = typed(made | {"speed_grid": {"rows": grid, "settings": {"rounds": 3}, **noise}})
+        (tile,) = (text for _, text in Page.of(run).cards if "decode" in text)
+        change = next(row.changes[1].kind for row in scores_table(run).rows if row.label == "Decode")
+        return " ".join(verdict(run)), tile, change, page(run)
+
+    said, tile, change, html = shown(0.1)
+    assert "decodes 1.80× as fast" in said and "noise" not in tile and change == "good"
+    assert '<span class="good">1.80×</span>' in html and "differences of up to decode 10.0 %" in html
+    for spread, others in ((0.9, 0.0), (0.1, 0.4)):
+        said, tile, change, html = shown(spread, others)
+        assert "1.80×, within the noise" in said and tile.endswith("within the noise") and change == "noise"
+        assert '<span class="noise">≈ 1.80×</span>' in html
+        assert ("Noisy timings:" in html) == ("other processes took 40 %" in said) == bool(others)
+
+
+def test_earlier_records_must_agree_with_their_own_grid():
+    """Half of the weights at zero, multiplied like others: 1.27 times in turns whose quartiles are apart, and 1.04 in the
+    same record's grid."""
+    (path,) = PUBLISHED.glob("recipe-smollm2-135m-amd-epyc-zen4-2-cores-2026-11-26.json")
+    record = read_record(path)
+    run = typed(record)
+    ends = [run.speed[name].decode_quartiles for name in ("baseline", "sparsegpt(ratio=0.5)")]
+    assert ends[1][0] > ends[0][1], "apart"
+    assert not run.counts("decode_tokens_per_s", "sparsegpt(ratio=0.5)") and run.counts("decode_tokens_per_s")
+    assert typed(record | {"speed_grid": None}).counts("decode_tokens_per_s", "sparsegpt(ratio=0.5)")

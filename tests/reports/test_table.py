@@ -42,6 +42,15 @@ def made_up(name: str = "a-model") -> dict:
             "plain": {"perplexity_a": 19.0},
             "other": {"perplexity_a": 60.0},
         },
+        "speed": {
+            name: {
+                "decode_tokens_per_s": 40.0,
+                "step_tokens_per_s": 45.0,
+                "prefill_tokens_per_s": prefill,
+                "spread": {"decode": 0.1, "prefill": 0.1},
+            }
+            for name, prefill in (("baseline", 1000.0), ("compressed", 1500.0))
+        },
         "recipes": {
             "plain": [{"method": "n", "knobs": {}, "text": "n(a='|')"}, {"method": "o", "knobs": {}, "text": "o"}]
         },
@@ -53,12 +62,13 @@ def test_a_row_for_each_model_against_its_own_baseline():
         "| recipe | perplexity, a | KL, a | stored MB | decode, tokens/s | prefill, tokens/s |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
         "| 16-bit baseline | 20.00 ± 0.50 | – | 200.0 | 40.0 | 1,000 |",
-        "| **`m(bits=8)`** | 20.10 ± 0.50 (+0.50 %) | 0.00123 ± 0.00010 | 100.0 | 40.0 (1.00×) | 1,500 (1.50×) |",
+        "| **`m(bits=8)`** | 20.10 ± 0.50 (+0.50 %) | 0.00123 ± 0.00010 | 100.0 | 40.0 (≈ 1.00×) | 1,500 (1.50×) |",
         "| `n(a='\\|'), o` | 19.00 (−5.0 %) | – | – | – | – |",
         "| other | 60.00 (+200.0 %) | – | – | – | – |",
     ]
     other = made_up("another")
-    other["scores"]["baseline"]["prefill_tokens_per_s"] = 3000.0
+    for of in ("scores", "speed"):
+        other[of]["baseline"]["prefill_tokens_per_s"] = 3000.0
     both = markdown([made_up(), other]).splitlines()
     assert both[0].startswith("| model | recipe |") and len(both) == 2 + 2 * 4
     assert (
