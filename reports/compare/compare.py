@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from eval.record.metrics import fmt, growth, percent
 from eval.record.reading import row
 from reports.compare import excerpts
+from reports.compare.decision import ALLOWED_LOSS, decisions
 from reports.compare.environment import differences, machines
 from reports.compare.heatmap import heat_map
 from reports.compare.leaderboard import MAX_ROWS, Leaderboard, leaderboard, of_variants
@@ -29,9 +30,11 @@ _LOSSES = (  # kind, its name on the page, and how a cost is shown
 _SCALES = (1.0, 0.5, 0.25, 0.12, 0.06, 0.02)
 
 
-def render_comparison(outcomes: Sequence[RunOutcome], path: str | Path, *, title: str = "Comparison") -> Report:
-    """Write the page of these runs, whole or not at all."""
-    return write_page(compare_page(outcomes, title=title), path)
+def render_comparison(
+    outcomes: Sequence[RunOutcome], path: str | Path, *, title: str = "Comparison", allowed_loss: float = ALLOWED_LOSS
+) -> Report:
+    """Write the page of these runs, whole or not at all; see `compare_page`."""
+    return write_page(compare_page(outcomes, title=title, allowed_loss=allowed_loss), path)
 
 
 def compare_page(
@@ -39,19 +42,20 @@ def compare_page(
     *,
     title: str = "Comparison",
     path_of_samples: excerpts.PathOfSamples = excerpts.samples_link,
+    allowed_loss: float = ALLOWED_LOSS,
 ) -> str:
     """The page as HTML, of at most a megabyte: if there is more, every part shows fewer rows and says so.
 
     Args:
+        allowed_loss: the loss of accuracy, as a share, that the smallest recipe may have; the page begins with it.
         path_of_samples: (run, file in its folder) -> link, relative to the page; "" if it must not be linked.
     """
     template = environment().get_template("compare.html")
     found = variants(outcomes)
     models = plane_models(found)
+    first = {"title": clean(title, 200), "decisions": decisions(models, allowed_loss)}
     for scale in _SCALES:
-        html = template.render(
-            context(outcomes, found, models, title=clean(title, 200), path_of=path_of_samples, scale=scale)
-        )
+        html = template.render(first | context(outcomes, found, models, path_of=path_of_samples, scale=scale))
         if len(html.encode()) <= LIMIT_BYTES:
             break
     return html
@@ -62,16 +66,14 @@ def context(
     found: Sequence[Variant],
     models: Sequence[PlaneModels],
     *,
-    title: str,
     path_of: excerpts.PathOfSamples,
     scale: float = 1.0,
 ) -> dict[str, Any]:
-    """Everything that templates/compare.html needs."""
+    """What templates/compare.html needs beside the title and the decisions."""
     drawn = planes(models, scale)
     failed = [run for run in outcomes if run.status == "failed" or run.failure]
     runs = max(5, round(MAX_RUNS * scale))
     return {
-        "title": title,
         "sub": _sub(outcomes),
         "verdict": _verdict(outcomes, found, drawn),
         "cards": _cards(outcomes, found),

@@ -10,19 +10,13 @@ from matplotlib.patches import Rectangle
 from eval.record.measured import Answers, Cache, CacheSpeed
 from eval.record.metrics import fmt
 from eval.record.rows import RunRecord, typed
-from reports.parts.caches import FULL, MAIN, CacheRow, cache_rows, speed_rows
+from reports.parts.caches import FULL, MAIN, WHEN, CacheRow, cache_rows, speed_rows
 from reports.parts.figures import Figures
 from reports.parts.plots import ACCENT, INK, LINE, MUTED, SECOND, drawn, finite, grid, legend, svg, wrapped
 from reports.parts.table import Record
+from reports.parts.text import clean
 
 _MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_WHEN = {
-    "agnostic": "With the question unknown when it was compressed",
-    "another": "When a second question is asked of the same compressed cache",
-    "turns": "When a second question follows the first one after compression",
-    "visible": "With the question in sight",
-    "follow-up": "When a second question follows",
-}
 _LEGEND = {"loc": "outside lower center", "ncols": 2, "fontsize": 8.5}
 
 
@@ -33,7 +27,7 @@ def context(run: RunRecord) -> dict[str, Any]:
     visibilities = list(dict.fromkeys(one.visibility for one in cache.answers))
     table = cache_rows(cache)
     return {
-        "title": f"{labels[MAIN]} on the cache of {run.model.name}",
+        "title": _title(run, table),
         "labels": labels,
         "verdict": verdict(run, table, visibilities),
         "cards": _cards(run, table, visibilities),
@@ -52,6 +46,13 @@ def context(run: RunRecord) -> dict[str, Any]:
         "speed_rows": speed_rows(speed) if speed else [],
         "contexts": sorted(speed.tokens_per_s.get(FULL, {})) if speed else [],
     }
+
+
+def _title(run: RunRecord, table: Sequence[CacheRow]) -> str:
+    """The model, the share of its cache, and the methods; the knobs are on the line below."""
+    share = next((row.share for row in table if row.main and finite(row.share)), None)
+    held = "and its KV cache" if share is None else f"with {share * 100:.0f} % of its KV cache"
+    return f"{clean(run.model.name, 100)} {held}: {' + '.join(clean(step.method, 60) for step in run.recipe)}"
 
 
 def figures(record: Record) -> Figures:
@@ -94,7 +95,7 @@ def verdict(run: RunRecord, table: Sequence[CacheRow], visibilities: Sequence[st
         mine, whole = rows[MAIN].by[visibility], rows[FULL].by[visibility]
         noise = "" if mine.verdict or len(mine.against) < 3 else " (within the noise)"
         said.append(
-            f"{_WHEN.get(visibility, visibility)}, {fmt(mine.exact, '.0f', 100)} % of the answers are exact, against "
+            f"Of the answers {WHEN.get(visibility, visibility)}, {fmt(mine.exact, '.0f', 100)} % are exact, against "
             f"{fmt(whole.exact, '.0f', 100)} % of a full cache{noise}."
         )
     if speed and (longest := speed.decode_ratio(MAIN, FULL)):

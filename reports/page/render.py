@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 
 from eval.record.metrics import MetricTable, fmt, metric_table, number, percent
 from eval.record.rows import LayerRow, RunRecord, typed
+from reports.compare.decision import decisions, standing
+from reports.compare.outcome import RunOutcome
+from reports.compare.pareto import plane_models
+from reports.compare.variants import variants
 from reports.page import allocation, evaluation, folds, inputs, kernels, kv, pruning, resources
 from reports.page.verdict import verdict
 from reports.parts import plots, table
@@ -36,11 +40,16 @@ class Page:
         if run.bench:
             of_bench = kernels.context(run)
             return cls("kernels.html", of_bench, of_bench["cards"], [of_bench["speedups"], of_bench["roofline"]])
+        found = variants([RunOutcome(run.run.key, run.run.notebook, "finished", record=run)])
+        on = plane_models(found)
         measured = {"evaluated": evaluation.context(run), "resources": resources.context(run)}
+        measured |= {"decisions": decisions(on, numbered=False)}
         if run.cache:
             of_cache = kv.context(run)
+            of_cache["verdict"] += standing(on, found, "compressed")
             return cls("cache.html", {**measured, **of_cache}, of_cache["cards"], [of_cache["pareto"]])
         context = {**measured, **_context(run)}
+        context["verdict"] = standing(on, found, "compressed") + context["verdict"]
         pruned, compared = context["pruned"].get("figures", ""), context["compared"].get("by_size", "")
         figures = [pruned, compared, context["speed"], context["errors"], context["size"]]
         return cls("report.html", context, context["cards"], figures)
@@ -51,7 +60,8 @@ class Page:
     def cell(self) -> str:
         """The verdict, the main numbers and one figure, in the colours of the notebook around them."""
         figure = next(filter(None, self.figures), "")
-        parts = {"verdict": self.context["verdict"], "cards": self.cards, "figure": framed(figure) if figure else ""}
+        said = [*map(str, self.context.get("decisions", ())), *self.context["verdict"]]
+        parts = {"verdict": said, "cards": self.cards, "figure": framed(figure) if figure else ""}
         return environment().get_template("cell.html").render(style=NOTEBOOK, **parts)
 
 

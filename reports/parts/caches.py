@@ -8,6 +8,13 @@ import numpy as np
 from eval.record.measured import Cache, CacheSpeed, Interval
 
 FULL, MAIN = "full", "compressed"
+WHEN = {  # of a visibility, in words
+    "agnostic": "with the question unknown when the cache was compressed",
+    "another": "to a second question that is asked of the same compressed cache",
+    "turns": "to a second question that follows the first one after compression",
+    "visible": "with the question in sight when the cache was compressed",
+    "follow-up": "to a question before which another one was read, and answered, before compression",
+}
 
 
 class CacheCell(NamedTuple):

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from eval.record.metrics import change, fmt, percent
+from eval.record.metrics import change, described, fmt, percent
 from eval.record.rows import RunRecord, typed
 from reports.parts.caches import cache_rows, speed_rows
+from reports.parts.plots import finite
 from reports.parts.strengths import strength_tables
 
 START, END = "<!-- workbench ", "<!-- end -->"
@@ -71,6 +72,24 @@ def rows(record: RunRecord) -> list[ModelRow]:
         size = (own.get("stored_bytes"), own.get("bits_per_weight"))
         found.append(ModelRow(name, record.recipe_of(name), texts, *size, *speeds))
     return found
+
+
+def mean_recovery(run: RunRecord, model: str = "compressed") -> tuple[float, int] | None:
+    """The share of the baseline's score that a model keeps, as the mean over tasks, and the number of tasks; None for
+    no tasks.
+
+    Shares of right answers are averaged only with each other; other metrics count if there are no such shares. A group
+    of tasks counts as one, its parts do not count. A score that is not finite keeps nothing of the baseline's.
+    """
+    metrics = {row.task: row.metric for row in run.tasks.rows}
+    parts = run.tasks.parts
+    recoveries = [
+        (described(metrics.get(task, ""))[1] == "%", recovery)
+        for task, one in run.tasks.compared.get(model, {}).items()
+        if task not in parts and finite(recovery := 0.0 if one.value is None and finite(one.baseline) else one.recovery)
+    ]
+    shares = [recovery for share, recovery in recoveries if share] or [recovery for _, recovery in recoveries]
+    return (sum(shares) / len(shares), len(shares)) if shares else None
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:

@@ -56,7 +56,8 @@ def record(tmp_path_factory):
 def test_what_is_said(record):
     told = context(typed(record))
     html = page(record)
-    assert told["title"].startswith("expected_attention(budget=0.25, allocation='ada')")
+    assert told["title"] == "tiny with 29 % of its KV cache: expected_attention"
+    assert "expected_attention(budget=0.25, allocation=&#39;ada&#39;)" in html, "the knobs are below the title"
     assert [value for value, _ in told["cards"]][0].endswith("×") and len(told["verdict"]) == 5
     assert all(told[key] for key in ("pareto", "by_token", "survival", "budgets", "errors", "depth", "speed"))
     assert "in codes" in html and "random_kv(budget=0.2)" in html and len(html.encode()) < 1_000_000
