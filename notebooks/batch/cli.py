@@ -124,6 +124,13 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="share of the first run's accuracy that the second run must keep (default: 0.99)",
     )
+    compare.add_argument(
+        "--allowed-loss",
+        metavar="SHARE",
+        type=float,
+        default=0.05,
+        help="loss of accuracy that the smallest recipe may have, with which the page begins (default: 0.05)",
+    )
     command(
         "report",
         _report,
@@ -324,7 +331,8 @@ def _compare(options: argparse.Namespace) -> int:
 
     names = [Path(name).stem if Path(name).suffix in (".yml", ".json") else name for name in options.named]
     title = " and ".join(names) if len(names) < 3 else f"{len(names)} runs"
-    made = pages.compared(options.named, _runs(options), page=str(options.output or ""), title=title)
+    shown = {"page": str(options.output or ""), "title": title, "allowed_loss": options.allowed_loss}
+    made = pages.compared(options.named, _runs(options), **shown)
     count = len(made.outcomes)
     threshold = 0.99 if options.recovery_threshold is None else options.recovery_threshold
     if not 0 < threshold <= 2:

@@ -1,7 +1,8 @@
 """Many runs -> one page: the best recipe for each size and speed, and the certainty of the ranking."""
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,8 @@ from reports.compare.outcome import Failure, RunOutcome
 from reports.compare.pareto import Plane, PlaneModels, plane_models, planes
 from reports.compare.two import Verdict, compare_two
 from reports.compare.variants import Quantity, Variant, mean_cost, shared, variants
-from reports.parts.files import LIMIT_BYTES, Report, environment, write_page
+from reports.parts.downloads import as_csv, with_downloads
+from reports.parts.files import LIMIT_BYTES, Report, environment, with_contents, with_links, write_page
 from reports.parts.text import clean, link, listed, plural, public
 
 __all__ = ["Leaderboard", "RunOutcome", "Verdict", "compare_page", "compare_two", "leaderboard", "render_comparison"]
@@ -31,10 +33,19 @@ _SCALES = (1.0, 0.5, 0.25, 0.12, 0.06, 0.02)
 
 
 def render_comparison(
-    outcomes: Sequence[RunOutcome], path: str | Path, *, title: str = "Comparison", allowed_loss: float = ALLOWED_LOSS
+    outcomes: Sequence[RunOutcome],
+    path: str | Path,
+    *,
+    title: str = "Comparison",
+    allowed_loss: float = ALLOWED_LOSS,
+    links: Mapping[str, str] = {},
 ) -> Report:
-    """Write the page of these runs, whole or not at all; see `compare_page`."""
-    return write_page(compare_page(outcomes, title=title, allowed_loss=allowed_loss), path)
+    """Write the page of these runs, whole or not at all; see `compare_page`.
+
+    Args:
+        links: to the pages around it, {label: address relative to the page}.
+    """
+    return write_page(with_links(compare_page(outcomes, title=title, allowed_loss=allowed_loss), links), path)
 
 
 def compare_page(
@@ -54,8 +65,11 @@ def compare_page(
     found = variants(outcomes)
     models = plane_models(found)
     first = {"title": clean(title, 200), "decisions": decisions(models, allowed_loss)}
+    board = of_variants(found, sys.maxsize)
+    data = as_csv(board.head, board.lines), board.data
     for scale in _SCALES:
         html = template.render(first | context(outcomes, found, models, path_of=path_of_samples, scale=scale))
+        html = with_contents(with_downloads(html, "comparison", *data, "the leaderboard"))
         if len(html.encode()) <= LIMIT_BYTES:
             break
     return html

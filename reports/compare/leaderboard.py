@@ -82,20 +82,35 @@ class Leaderboard:
 
     def markdown(self) -> str:
         """The table as Markdown: ★ is the best of its column, ≈ values that are indistinguishable from it."""
-        said = markdown_table(self._head(), self._lines(), 3)
+        said = markdown_table(self.head, self.lines, 3)
         return said + (f"\n{plural(self.hidden, 'more row')} not shown.\n" if self.hidden else "")
 
     def _repr_html_(self) -> str:
-        return html_table(self._head(), self._lines(), 3)
+        return html_table(self.head, self.lines, 3)
 
-    def _lines(self) -> list[list[str]]:
+    @property
+    def lines(self) -> list[list[str]]:
+        """The rows as text."""
         return [
             [str(row.number or ""), self._recipe(row), row.run, *(_flat(cell) for cell in row.cells)]
             for row in self.rows
         ]
 
-    def _head(self) -> list[str]:
+    @property
+    def head(self) -> list[str]:
+        """The names of the columns."""
         return ["#", "recipe", "run", *(f"{c.label}, {c.detail}" if c.detail else c.label for c in self.columns)]
+
+    @property
+    def data(self) -> dict[str, list[dict[str, object]]]:
+        """The rows with numbers, for a file."""
+        return {
+            "rows": [
+                {"number": row.number, "recipe": row.recipe, "model": row.model, "run": row.run}
+                | {name: cell.value for name, cell in zip(self.head[3:], row.cells, strict=True)}
+                for row in self.rows
+            ]
+        }
 
     def _recipe(self, row: Row) -> str:
         return f"{row.recipe}, {row.model}" if self.several_models else row.recipe

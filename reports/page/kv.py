@@ -12,7 +12,7 @@ from eval.record.metrics import fmt
 from eval.record.rows import RunRecord, typed
 from reports.parts.caches import FULL, MAIN, WHEN, CacheRow, cache_rows, speed_rows
 from reports.parts.figures import Figures
-from reports.parts.plots import ACCENT, INK, LINE, MUTED, SECOND, drawn, finite, grid, legend, svg, wrapped
+from reports.parts.plots import ACCENT, INK, LINE, MUTED, SECOND, drawn, finite, grid, legend, logarithmic, svg, wrapped
 from reports.parts.table import Record
 from reports.parts.text import clean
 
@@ -155,30 +155,25 @@ def _pareto(cache: Cache, table: Sequence[CacheRow], visibilities: Sequence[str]
     for (above, below, last), visibility in zip(axes.T, visibilities, strict=True):
         for name, line in lines.items():
             line = sorted(line, key=lambda row: row.share)
-            for ax, metric, error, scale, floor in (
-                (above, "exact", "stderr", 100, 0),
-                (below, "kl", "kl_stderr", 1, 1e-4),
-                (last, "nll", "nll_stderr", 1, 1e-4),
-            ):
-                points = [
-                    (row.share * 100, *(getattr(row.by[visibility], key) for key in (metric, error))) for row in line
-                ]
-                points = [(x, max(scale * y, floor), scale * e) for x, y, e in points if finite(y, e)]
-                if points:
-                    x, y, e = zip(*points, strict=True)
-                    look = {"ms": 4.5, "lw": 1.4, "elinewidth": 0.7} | styles[name]
-                    ax.errorbar(x, y, yerr=e, label=wrapped(name, 60), **look)
+            shares = [row.share * 100 for row in line]
+            cells = [row.by[visibility] for row in line]
+            answers = [(c.exact, *c.interval) if c.interval else (None,) for c in cells]
+            _points(above, name, styles, shares, [[None if v is None else 100 * v for v in of] for of in answers])
+            for ax, metric in ((below, "kl"), (last, "nll")):
+                ends = [(getattr(c, metric), getattr(c, f"{metric}_stderr")) for c in cells]
+                _points(
+                    ax, name, styles, shares, [(v, v - e, v + e) if finite(v, e) else (None,) for v, e in ends], 1e-4
+                )
         full = rows[FULL].by[visibility]
         for ax, level in ((above, full.exact and 100 * full.exact), (last, full.nll)):
             if finite(level):
                 ax.axhline(level, color=LINE, lw=1.2, zorder=0)
         above.set_title(visibility, fontsize=10, loc="left")
-        below.set_yscale("log")
-        last.set_yscale("log")
         last.set_xlabel("bytes, % of full" if columns > 3 else "bytes, % of the full cache's")
         for ax in (above, below, last):
             ax.grid(True, lw=0.6)
             ax.minorticks_off()
+    logarithmic(axes[1:, 0])
     axes[0, 0].set_ylim(-4, 104)
     axes[0, 0].set_ylabel("exact answers, %")
     axes[1, 0].set_ylabel("KL to the full cache's\nanswers, nats per token")
@@ -189,6 +184,22 @@ def _pareto(cache: Cache, table: Sequence[CacheRow], visibilities: Sequence[str]
         "pareto",
         "Exact answers, divergence and likelihood of the answers against bytes of the cache, by visibility.",
     )
+
+
+def _points(
+    ax: Axes,
+    name: str,
+    styles: dict[str, dict[str, str]],
+    x: Sequence[float],
+    rows: Sequence[Sequence],
+    floor: float = 0.0,
+) -> None:
+    """One line of values with their intervals, (value, low, high), without those that are not finite."""
+    kept = [(at, *(max(v, floor) for v in of)) for at, of in zip(x, rows, strict=True) if finite(*of)]
+    if kept:
+        at, y, low, high = map(np.asarray, zip(*kept, strict=True))
+        look = {"ms": 4.5, "lw": 1.4, "elinewidth": 0.7} | styles[name]
+        ax.errorbar(at, y, yerr=np.maximum([y - low, high - y], 0), label=wrapped(name, 60), **look)
 
 
 @drawn
@@ -206,12 +217,11 @@ def _by_token(answers: Sequence[Answers], labels: _Labels, visibilities: Sequenc
             points = [(i + 1, max(mean, 1e-5)) for i, mean in enumerate(means) if finite(mean)]
             if points:
                 ax.plot(*zip(*points, strict=True), ms=4, lw=1.4, label=wrapped(labels[name], 60), **styles[name])
-        ax.set_yscale("log")
         ax.set_title(visibility, fontsize=10, loc="left")
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.grid(True, axis="y", lw=0.6)
-        ax.minorticks_off()
         ax.set_xlabel("token of the answer")
+    logarithmic(axes[:, 0])
     axes[0, 0].set_ylabel("KL, nats")
     legend(figure, axes[:, :1], [wrapped(labels[name], 60) for name in names], **_LEGEND)
     return svg(figure, "by-token", "KL to the full cache's predictions by token of the answer, for each visibility.")
@@ -295,11 +305,10 @@ def _errors(cache: Cache, labels: _Labels) -> str:
         points = [(i, max(v, 1e-8)) for i, v in enumerate(cache.errors[name]) if finite(v)]
         if points:
             ax.plot(*zip(*points, strict=True), ms=3.5, lw=1.4, label=wrapped(labels[name], 60), **styles[name])
-    ax.set_yscale("log")
+    logarithmic([ax])
     ax.set_xlabel("layer")
     ax.set_ylabel("relative error of the\nattention's output")
     ax.grid(True, axis="y", lw=0.6)
-    ax.minorticks_off()
     legend(figure, axes, [wrapped(labels[name], 60) for name in names], **_LEGEND)
     return svg(figure, "errors", "Relative error of each attention layer's output for question and answer.")
 

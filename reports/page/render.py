@@ -1,6 +1,6 @@
 """render: one run record -> one self-contained HTML page, and its outline for a notebook's cell."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,9 @@ from reports.compare.variants import variants
 from reports.page import allocation, evaluation, folds, inputs, kernels, kv, pruning, resources
 from reports.page.verdict import verdict
 from reports.parts import plots, table
+from reports.parts.downloads import numbers, with_downloads
 from reports.parts.figures import NOTEBOOK, Figures, framed
-from reports.parts.files import Report, environment, write_page
+from reports.parts.files import Report, environment, with_contents, with_links, write_page
 from reports.parts.labels import Point, scatter
 from reports.parts.text import clean
 
@@ -65,17 +66,26 @@ class Page:
         return environment().get_template("cell.html").render(style=NOTEBOOK, **parts)
 
 
-def render(record: table.Record, path: str | Path) -> Report:
-    """Write the page of a run record (`eval.run_record`), whole or not at all."""
-    run = typed(record)
-    made = Page.of(run)
-    return write_page(made.html(run), path, made.cell())
+def render(record: table.Record, path: str | Path, links: Mapping[str, str] = {}) -> Report:
+    """Write the page of a run record (`eval.run_record`), whole or not at all.
+
+    Args:
+        links: to the pages and files around it, {label: address relative to the page}.
+    """
+    made = Page.of(typed(record))
+    return write_page(with_links(_whole(record, made), links), path, made.cell())
 
 
 def page(record: table.Record) -> str:
-    """The page as HTML."""
+    """The page as HTML, without links to other files."""
+    return _whole(record, Page.of(typed(record)))
+
+
+def _whole(record: table.Record, made: Page) -> str:
     run = typed(record)
-    return Page.of(run).html(run)
+    data = record if isinstance(record, Mapping) else None
+    html = with_downloads(made.html(run), run.run.key, numbers(run), data, "the record of this run")
+    return with_contents(html)
 
 
 def _context(run: RunRecord) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import LogFormatterMathtext, LogLocator, NullFormatter
+from matplotlib.ticker import LogFormatterMathtext, LogLocator, MaxNLocator, NullFormatter
 
 from eval.record.rows import Channels, LayerRow, SpeedRow
 from reports.parts.text import clean
@@ -100,10 +100,21 @@ def legend(figure: Figure, axes: Any, names: Sequence[str], loc: str = "outside 
         figure.legend([handles[name] for name in shown], [clean(name, 120) for name in shown], loc=loc, **style)
 
 
+def logarithmic(axes: Iterable[Axes]) -> None:
+    """Logarithmic y axes (of panels that share it, one is enough) with at least two ticks that have a label."""
+    for ax in axes:
+        ax.set_yscale("log")
+        ticked(ax)
+
+
 def ticked(ax: Axes, decades: float = 2) -> None:
-    """Ticks of a logarithmic axis at 1, 2 and 5 if powers of ten alone would give only one or two ticks."""
+    """Ticks of a logarithmic axis at 1, 2 and 5 if powers of ten alone would give only one or two ticks; evenly spaced
+    ones if these would, too."""
     low, high = ax.get_ylim()
-    if low > 0 and high < 10**decades * low:
+    if low > 0 and high < 5 * low:
+        ax.yaxis.set_major_locator(MaxNLocator(4))
+        ax.yaxis.set_major_formatter("{x:,g}")
+    elif low > 0 and high < 10**decades * low:
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter("{x:,g}")
     ax.minorticks_off()
@@ -354,6 +365,15 @@ def by_kind(layers: Iterable[LayerRow]) -> dict[str, list[tuple[int, LayerRow]]]
         block, kind = place_of(layer.name, i)
         kinds[kind].append((block, layer))
     return kinds
+
+
+def apart(values: Sequence[float]) -> list[str]:
+    """Numbers as text with as few significant digits as tell different ones apart, at least two."""
+    for digits in range(2, 8):
+        shown = [f"{value:.{digits}g}" for value in values]
+        if len(set(shown)) == len(set(values)):
+            break
+    return shown
 
 
 def power(value: float, _: object = None) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from eval.record.metrics import change, described, fmt, percent
 from eval.record.rows import RunRecord, typed
-from reports.parts.caches import cache_rows, speed_rows
+from reports.parts.caches import CacheCell, cache_rows, speed_rows
 from reports.parts.plots import finite
 from reports.parts.strengths import strength_tables
 
@@ -181,7 +181,7 @@ def cache_markdown(records: Sequence[Record]) -> str:
         head = [
             "cache",
             "bytes, % of full",
-            *(f"exact, {v}" for v in visibilities),
+            *(f"exact (95 %), {v}" for v in visibilities),
             *(f"NLL, {v}" for v in visibilities),
             *(f"KL, {v}" for v in visibilities),
         ]
@@ -189,7 +189,7 @@ def cache_markdown(records: Sequence[Record]) -> str:
             [
                 _cache_name(run, row.name),
                 fmt(row.share, ".1f", 100),
-                *(f"{fmt(row.by[v].exact, '.0f', 100)} % ± {fmt(row.by[v].stderr, '.0f', 100)}" for v in visibilities),
+                *(_exact(row.by[v]) for v in visibilities),
                 *(fmt(row.by[v].nll, ".3f") for v in visibilities),
                 *("–" if row.name == "full" else fmt(row.by[v].kl, ".3f") for v in visibilities),
             ]
@@ -197,6 +197,11 @@ def cache_markdown(records: Sequence[Record]) -> str:
         ]
         made.append(markdown_table(head, lines))
     return "\n".join(made)
+
+
+def _exact(cell: CacheCell) -> str:
+    """Per cent of exact answers with its 95 % interval."""
+    return f"{fmt(cell.exact, '.0f', 100)} % ({'–'.join(fmt(end, '.0f', 100) for end in cell.interval)})"
 
 
 def cache_speed_markdown(records: Sequence[Record]) -> str:
