@@ -11,9 +11,9 @@ from reports.compare.decision import decisions, standing
 from reports.compare.outcome import RunOutcome
 from reports.compare.pareto import plane_models
 from reports.compare.variants import variants
-from reports.page import allocation, evaluation, folds, inputs, kernels, kv, pruning, resources
+from reports.page import allocation, answers, evaluation, folds, inputs, kernels, kv, pruning, resources
 from reports.page.verdict import verdict
-from reports.parts import plots, table
+from reports.parts import bars, plots, table
 from reports.parts.downloads import numbers, with_downloads
 from reports.parts.figures import NOTEBOOK, Figures, framed
 from reports.parts.files import Report, environment, with_contents, with_links, write_page
@@ -37,14 +37,19 @@ class Page:
     figures: list[str]
 
     @classmethod
-    def of(cls, run: RunRecord) -> "Page":
+    def of(cls, run: RunRecord, folder: Path | None = None) -> "Page":
+        """The page of a record.
+
+        Args:
+            folder: of the record, in which the files lie that it names; None: it is by itself.
+        """
         if run.bench:
             of_bench = kernels.context(run)
             return cls("kernels.html", of_bench, of_bench["cards"], [of_bench["speedups"], of_bench["roofline"]])
         found = variants([RunOutcome(run.run.key, run.run.notebook, "finished", record=run)])
         on = plane_models(found)
         measured = {"evaluated": evaluation.context(run), "resources": resources.context(run)}
-        measured |= {"decisions": decisions(on, numbered=False)}
+        measured |= {"decisions": decisions(on, numbered=False), "answers": answers.context(run, folder)}
         if run.cache:
             of_cache = kv.context(run)
             of_cache["verdict"] += standing(on, found, "compressed")
@@ -72,7 +77,7 @@ def render(record: table.Record, path: str | Path, links: Mapping[str, str] = {}
     Args:
         links: to the pages and files around it, {label: address relative to the page}.
     """
-    made = Page.of(typed(record))
+    made = Page.of(typed(record), Path(path).parent)
     return write_page(with_links(_whole(record, made), links), path, made.cell())
 
 
@@ -102,7 +107,7 @@ def _context(run: RunRecord) -> dict[str, Any]:
         "pruned": pruning.context(run),
         "allocated": allocation.context(run),
         "errors": plots.layer_errors(run.layers, recipe),
-        "speed": plots.speed_bars(run.speed),
+        "speed": bars.speed_bars(run.speed),
         "size": _size_figure(run),
         "kinds": _kinds(run.layers),
     }
@@ -149,8 +154,8 @@ def cost_figures(scores: Any) -> Figures:
     figures = {f"Divergence on {clean(corpus, 40)} against bytes": _divergence(run, corpus) for corpus in run.corpora}
     figures = {title: figure for title, figure in figures.items() if figure}
     if not figures and len(sizes) > 1:
-        figures["Size"] = plots.size_bars({name: (size, 0.0) for name, size in sizes.items()})
-    figures["Speed"] = plots.speed_bars(run.speed)
+        figures["Size"] = bars.size_bars({name: (size, 0.0) for name, size in sizes.items()})
+    figures["Speed"] = bars.speed_bars(run.speed)
     said = "Nothing was timed."
     if run.speed:
         said = "Whiskers are the quartiles of the rounds in which the models took turns."
@@ -220,7 +225,7 @@ def _size_figure(run: RunRecord) -> str:
         return ""
     stored = sum(layer.weights * (layer.bits_per_weight or 0) / 8 for layer in run.layers)
     linears = before * sum(layer.weights for layer in run.layers) / (run.model.parameters or 1)
-    return plots.size_bars({"baseline": (linears, before - linears), "compressed": (stored, after - stored)})
+    return bars.size_bars({"baseline": (linears, before - linears), "compressed": (stored, after - stored)})
 
 
 class KindRow(NamedTuple):
