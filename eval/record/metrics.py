@@ -95,15 +95,6 @@ def growth(cost: float) -> float:
     return math.expm1(min(cost, 14.0))
 
 
-def wilson(share: float, n: int) -> tuple[float, float]:
-    """The 95 % interval of a share of n answers (Wilson 1927), which has a width for shares of 0 and 1, too."""
-    if n < 1 or not math.isfinite(share):
-        return math.nan, math.nan
-    centre, scale = share + Z**2 / (2 * n), 1 + Z**2 / n
-    half = Z * math.sqrt(max(share * (1 - share), 0.0) / n + Z**2 / (4 * n**2))
-    return max((centre - half) / scale, 0.0), min((centre + half) / scale, 1.0)
-
-
 def with_error(value: float | None, stderr: float | None, scale: float = 1) -> tuple[str, str]:
     """A number and its standard error as texts for a table, with one decimal for per cent: ("43.2", "± 1.5"); "" for no
     error."""

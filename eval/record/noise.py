@@ -46,3 +46,12 @@ def spread(ratios: Sequence[float], rounds: int) -> float | None:
     deviation = math.sqrt(sum(x * x for x in logs) / n)
     t = _T95[n - 1] if n <= len(_T95) else Z + 2.5 / n
     return math.expm1(min(t * _OF_A_MEDIAN * deviation / math.sqrt(rounds), 700.0))
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """The 95 % interval of a share of n answers (Wilson 1927), which has a width for shares of 0 and 1, too."""
+    if n < 1 or not math.isfinite(share):
+        return math.nan, math.nan
+    centre, scale = share + Z**2 / (2 * n), 1 + Z**2 / n
+    half = Z * math.sqrt(max(share * (1 - share), 0.0) / n + Z**2 / (4 * n**2))
+    return max((centre - half) / scale, 0.0), min((centre + half) / scale, 1.0)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
-from eval.record.metrics import Z, fmt
+from eval.record.metrics import fmt
+from eval.record.noise import Z
 from eval.record.rows import Step
 from reports.compare.noise import ahead, better
 from reports.compare.pareto import Axis, PlaneModels, Spot

@@ -2,18 +2,19 @@
 and for values that are indistinguishable from it."""
 
 import statistics
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from eval.record.html import html_table
 from eval.record.metrics import described, fmt, percent
 from eval.record.metrics import number as significant
 from reports.compare.noise import Amount, ahead, better
 from reports.compare.outcome import RunOutcome
 from reports.compare.variants import Number, Quantity, Variant, drift, variants
+from reports.parts.files import environment
 from reports.parts.table import markdown_table
 from reports.parts.text import clean, link, plural
 
@@ -86,7 +87,24 @@ class Leaderboard:
         return said + (f"\n{plural(self.hidden, 'more row')} not shown.\n" if self.hidden else "")
 
     def _repr_html_(self) -> str:
-        return html_table(self.head, self.lines, 3)
+        """The table, sorted by a click on a header, and filtered as one types."""
+        down = [False] * 3 + [column.better > 0 for column in self.columns]
+        values = [
+            [row.number or "", self._recipe(row), row.run]
+            + ["" if cell.value is None else f"{cell.value:.10g}" for cell in row.cells]
+            for row in self.rows
+        ]
+        pairs = [list(zip(*both, strict=True)) for both in zip(self.lines, values, strict=True)]
+        return (
+            environment()
+            .get_template("board.html")
+            .render(
+                id=f"board-{uuid.uuid4().hex[:8]}",
+                head=list(zip(self.head, down, strict=True)),
+                rows=[(not row.number, cells) for row, cells in zip(self.rows, pairs, strict=True)],
+                hidden=plural(self.hidden, "more row") if self.hidden else "",
+            )
+        )
 
     @property
     def lines(self) -> list[list[str]]:

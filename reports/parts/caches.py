@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eval.record.measured import Cache, CacheSpeed, Interval
-from eval.record.metrics import wilson
+from eval.record.noise import wilson
 
 FULL, MAIN = "full", "compressed"
 WHEN = {  # of a visibility, in words
