@@ -15,7 +15,7 @@ INSTALL = $(if $(UV),uv pip install -q --python $(BIN)/python,$(BIN)/python -m p
 SWEEP ?= quickstart
 JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))  # tests at once
 
-.PHONY: demo sweep lint quick test test-all docs aarch64 sanitize lab bench gpu rivals interop interop-experts constraints clean compiler browser
+.PHONY: demo sweep lint picture quick test test-all docs aarch64 sanitize lab bench gpu rivals interop interop-experts constraints clean compiler browser
 
 demo: $(READY) compiler                  ## a recipe of each family on the embedded model, and a page that compares them
 	$(BIN)/workbench run quickstart
@@ -27,6 +27,9 @@ lint: $(TESTS)                           ## errors and layout of the Python code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/ty check
+
+picture: $(TESTS) browser                ## the picture of README.md: the top of the page of its record
+	$(BIN)/python tests/reports/picture.py
 
 quick: $(TESTS)                          ## make quick ROOM=compress/kv: the fast tests of one folder; tests/rooms.py says which
 	@tests="$$($(BIN)/python tests/rooms.py $(ROOM))" && $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not long" $$tests

@@ -99,3 +99,12 @@ def disturbed(load: Load | None) -> str:
         return ""
     said = " and ".join(f"{words} took {min(share, 1):.0%}" for share, words in taken if share and share >= 0.01)
     return f"{said} of the processor while it was timed".replace("%", " %")
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """The 95 % interval of a share of n answers (Wilson 1927), which has a width for shares of 0 and 1, too."""
+    if n < 1 or not math.isfinite(share):
+        return math.nan, math.nan
+    centre, scale = share + Z**2 / (2 * n), 1 + Z**2 / n
+    half = Z * math.sqrt(max(share * (1 - share), 0.0) / n + Z**2 / (4 * n**2))
+    return max((centre - half) / scale, 0.0), min((centre + half) / scale, 1.0)

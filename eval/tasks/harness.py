@@ -52,6 +52,8 @@ class Document:
             text.
         metrics: a number, or (log-likelihood, length) if the aggregate needs these.
         loglikelihoods: of the choices, or of the text; nats.
+        choices: the texts between which the model chose; None for other questions, and in answers from before 26
+            November 2026.
     """
 
     doc_id: int
@@ -61,6 +63,7 @@ class Document:
     answer: str | None
     metrics: dict[str, Any]
     loglikelihoods: list[float] | None
+    choices: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -303,7 +306,7 @@ def _answered(task: Task, found: dict[str, Any], seconds: float) -> Answered:
 
 def _document(task: Task, sample: dict[str, Any], metric: str, metrics: dict[str, Any]) -> Document:
     contexts = [str(arguments[0]) for arguments in sample["arguments"]]
-    question, gold, answered, likelihoods = contexts[0], sample["target"], None, None
+    question, gold, answered, likelihoods, choices = contexts[0], sample["target"], None, None, None
     if task.OUTPUT_TYPE == "generate_until":
         answered = str(sample["resps"][0][0])
     elif task.OUTPUT_TYPE == "loglikelihood_rolling":
@@ -325,6 +328,7 @@ def _document(task: Task, sample: dict[str, Any], metric: str, metrics: dict[str
         answered,
         metrics,
         likelihoods,
+        choices,
     )
 
 

@@ -126,8 +126,9 @@ class TaskScores:
     def save(self, folder: str | Path) -> dict[str, dict[str, str]]:
         """Write every model's answers to every task, one line per question: <folder>/samples/<model>.<task>.jsonl.
 
-        A line has task, model, doc_id, doc_hash, question, gold, answer, right (the primary metric's value), metrics
-        and loglikelihoods. Lines of two models belong to the same question if doc_hash and doc_id are the same.
+        A line has task, model, doc_id, doc_hash, question, gold, answer, right (the primary metric's value), metrics,
+        loglikelihoods, and choices. Lines of two models belong to the same question if doc_hash and doc_id are the
+        same.
 
         Returns:
             {model: {task: path relative to the folder}}, which `found` then also contains.
@@ -148,6 +149,7 @@ class TaskScores:
                         "right": d.metrics.get(of.metric),
                         "metrics": d.metrics,
                         "loglikelihoods": d.loglikelihoods,
+                        "choices": d.choices,
                     }
                     for d in of.documents
                 ]

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from eval.record.files import write_whole
 from eval.record.manifest import MANIFEST
 from eval.record.rows import RunRecord
 from eval.record.schema import read_record
@@ -24,6 +25,7 @@ from notebooks.batch.status import kept_sweep, run_folders, sweep_folder, sweep_
 from notebooks.study.identity import ROOT, packages_code
 from notebooks.study.parameters import read_parameters
 from reports.compare.compare import Leaderboard, Verdict, compare_two, leaderboard, render_comparison
+from reports.compare.decision import ALLOWED_LOSS, decisions
 from reports.compare.index import IndexRow, index_row, render_index
 from reports.compare.index_rows import rows_of
 from reports.compare.outcome import RunOutcome
@@ -32,6 +34,7 @@ from reports.compare.pareto import plane_models, planes
 from reports.compare.variants import variants
 from reports.page.render import Report, render
 from reports.parts.figures import Figures
+from reports.parts.files import links_of, with_links
 from reports.parts.text import public
 
 _DRAWING = ("eval/record", "reports/compare", "reports/page", "reports/parts", "notebooks/batch/pages.py")  # of a row
@@ -44,6 +47,8 @@ class Compared:
     outcomes: tuple[RunOutcome, ...]
     page: Path
     title: str
+    runs: Path
+    allowed_loss: float = ALLOWED_LOSS
 
     @property
     def leaderboard(self) -> Leaderboard:
@@ -61,11 +66,14 @@ class Compared:
 
     def write(self) -> Report:
         """The comparison as a page."""
-        return render_comparison(self.outcomes, self.page, title=self.title)
+        asked = {"title": self.title, "allowed_loss": self.allowed_loss}
+        return render_comparison(self.outcomes, self.page, **asked, links=_index_from(self.page, self.runs))
 
     def _repr_html_(self) -> str:
         counts = Counter(one.status for one in self.outcomes)
-        return f"<p>{len(self.outcomes)} runs: {', '.join(f'{count} {status}' for status, count in counts.items())}</p>"
+        said = f"{len(self.outcomes)} runs: {', '.join(f'{count} {status}' for status, count in counts.items())}"
+        made = decisions(plane_models(variants(self.outcomes)), self.allowed_loss)
+        return "".join(f"<p>{escape(str(text))}</p>" for text in (*made, said))
 
 
 @dataclass(frozen=True)
@@ -84,22 +92,34 @@ class Failures:
         )
 
 
-def compared(named: Sequence[str], runs: Path, *, page: str = "", title: str = "Comparison") -> Compared:
+def compared(
+    named: Sequence[str],
+    runs: Path,
+    *,
+    page: str = "",
+    title: str = "Comparison",
+    allowed_loss: float = ALLOWED_LOSS,
+) -> Compared:
     """Runs for a comparison in a notebook.
 
     Args:
         named: as in `outcomes`; none: every run that is in the folder, or failed there.
         page: the page that `write` writes; by default `comparison_path`.
+        allowed_loss: the loss of accuracy, as a share, that the recipe may have which the page calls the smallest.
 
     Raises:
-        ValueError: a name is that of no run, or the folder is empty.
+        ValueError: a name is that of no run, the folder is empty, or the loss is no share.
     """
+    if not 0 < allowed_loss < 1:
+        raise ValueError(
+            f"`allowed_loss` (={allowed_loss}) must be a share of the accuracy between 0 and 1, such as 0.05"
+        )
     place = Path(page).expanduser().absolute() if page else comparison_path(named, runs)
     code = packages_code()
     found = outcomes(named, runs, place) if named else [outcome(one, place, {}, code) for one in all_folders(runs)]
     if not found:
         raise ValueError(f"`runs` (=[]) of {runs}: nothing stands there yet; `workbench run quickstart` makes some")
-    return Compared(tuple(found), place, title)
+    return Compared(tuple(found), place, title, runs, allowed_loss)
 
 
 def outcomes(named: Sequence[str | Path], runs: Path, page: Path | None = None) -> list[RunOutcome]:
@@ -132,8 +152,26 @@ def comparison_path(named: Sequence[str | Path], runs: Path) -> Path:
 
 def write_comparison_of_sweep(name: str, runs: Path) -> Report:
     """The comparison of all runs of a sweep in its last started form."""
-    page = sweep_folder(name, runs) / "comparison.html"
-    return render_comparison(outcomes([name], runs, page), page, title=kept_sweep(name, runs)["title"])
+    page, title = sweep_folder(name, runs) / "comparison.html", kept_sweep(name, runs)["title"]
+    made = render_comparison(outcomes([name], runs, page), page, title=title, links=_index_from(page, runs))
+    for folder, _ in _folders(name, runs):
+        _link(folder / "report.html", f"comparison: {title}", page)
+    return made
+
+
+def _index_from(page: Path, runs: Path) -> dict[str, str]:
+    return {"all runs": os.path.relpath(runs / "index.html", page.parent)}
+
+
+def _link(page: Path, label: str, to: Path) -> None:
+    """Give a page that is there one more link."""
+    try:
+        html = page.read_text(encoding="utf-8")
+    except OSError:  # the run has no page
+        return
+    linked = with_links(html, links_of(html) | {label: os.path.relpath(to, page.parent)})
+    if linked != html:
+        write_whole(linked, page)
 
 
 def verdict_of(found: Sequence[RunOutcome], recovery_threshold: float) -> Verdict:
@@ -222,7 +260,9 @@ def _page(folder: Path, code: str) -> Path:
     record = read_record(folder / "record.json")
     if is_stale({"code": record["provenance"].get("code_sha256")} | RunFolder(folder).manifest(), code):
         record = record | {"run": record["run"] | {"stale": True}}
-    return render(record, folder / "report.html").path
+    links = {name: f"{name}.{end}" for name, end in (("record", "json"), ("notebook", "ipynb"))}
+    links = {name: file for name, file in links.items() if (folder / file).exists()}
+    return render(record, folder / "report.html", links | {"all runs": "../index.html"}).path
 
 
 def _folders(name: str, runs: Path) -> list[tuple[Path, dict[str, Any]]]:

@@ -76,13 +76,22 @@ class Run:
         self._record.update(record, provenance={**record["provenance"], **planned, "code_sha256": code})
         write_record(self._record, self.folder / "record.json")
         try:
-            report = render(self._record, self.folder / "report.html")
+            report = render(self._record, self.folder / "report.html", self._links())
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             warnings.warn(f"the page of this run could not be drawn, but its record was written: {why}", stacklevel=2)
             report = Report(write_whole(_page_without_content(self.info.key, why), self.folder / "report.html"))
         self._seal()
         return replace(report, beside=bool(os.environ.get(KEY)))  # a batch run moves both into the run's folder
+
+    def _links(self) -> dict[str, str]:
+        """The files that lie beside the page, or will: a batch run moves its notebook there, and writes the index."""
+        links = {"record": "record.json"}
+        if batch := bool(os.environ.get(KEY)):
+            links["notebook"] = "notebook.ipynb"
+        if batch or (self.folder.parent / "index.html").exists():
+            links["all runs"] = "../index.html"
+        return links
 
     def check_saving(self, recipe: Recipe, *, always: bool = False) -> None:
         """Check, before any work, that the recipe's model can be saved with these parameters.

@@ -1,13 +1,15 @@
 """Many runs -> one page: the best recipe for each size and speed, and the certainty of the ranking."""
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.record.metrics import fmt, growth, percent
 from eval.record.reading import row
 from reports.compare import excerpts
+from reports.compare.decision import ALLOWED_LOSS, decisions
 from reports.compare.environment import differences, machines
 from reports.compare.heatmap import heat_map
 from reports.compare.leaderboard import MAX_ROWS, Leaderboard, leaderboard, of_variants
@@ -16,7 +18,8 @@ from reports.compare.outcome import Failure, RunOutcome
 from reports.compare.pareto import Plane, PlaneModels, plane_models, planes
 from reports.compare.two import Verdict, compare_two
 from reports.compare.variants import Quantity, Variant, mean_cost, shared, variants
-from reports.parts.files import LIMIT_BYTES, Report, environment, write_page
+from reports.parts.downloads import as_csv, with_downloads
+from reports.parts.files import LIMIT_BYTES, Report, environment, with_contents, with_links, write_page
 from reports.parts.text import clean, link, listed, plural, public
 
 __all__ = ["Leaderboard", "RunOutcome", "Verdict", "compare_page", "compare_two", "leaderboard", "render_comparison"]
@@ -30,9 +33,20 @@ _LOSSES = (  # kind, its name on the page, and how a cost is shown
 _SCALES = (1.0, 0.5, 0.25, 0.12, 0.06, 0.02)
 
 
-def render_comparison(outcomes: Sequence[RunOutcome], path: str | Path, *, title: str = "Comparison") -> Report:
-    """Write the page of these runs, whole or not at all."""
-    return write_page(compare_page(outcomes, title=title), path)
+def render_comparison(
+    outcomes: Sequence[RunOutcome],
+    path: str | Path,
+    *,
+    title: str = "Comparison",
+    allowed_loss: float = ALLOWED_LOSS,
+    links: Mapping[str, str] = {},
+) -> Report:
+    """Write the page of these runs, whole or not at all; see `compare_page`.
+
+    Args:
+        links: to the pages around it, {label: address relative to the page}.
+    """
+    return write_page(with_links(compare_page(outcomes, title=title, allowed_loss=allowed_loss), links), path)
 
 
 def compare_page(
@@ -40,19 +54,23 @@ def compare_page(
     *,
     title: str = "Comparison",
     path_of_samples: excerpts.PathOfSamples = excerpts.samples_link,
+    allowed_loss: float = ALLOWED_LOSS,
 ) -> str:
     """The page as HTML, of at most a megabyte: if there is more, every part shows fewer rows and says so.
 
     Args:
+        allowed_loss: the loss of accuracy, as a share, that the smallest recipe may have; the page begins with it.
         path_of_samples: (run, file in its folder) -> link, relative to the page; "" if it must not be linked.
     """
     template = environment().get_template("compare.html")
     found = variants(outcomes)
     models = plane_models(found)
+    first = {"title": clean(title, 200), "decisions": decisions(models, allowed_loss)}
+    board = of_variants(found, sys.maxsize)
+    data = as_csv(board.head, board.lines), board.data
     for scale in _SCALES:
-        html = template.render(
-            context(outcomes, found, models, title=clean(title, 200), path_of=path_of_samples, scale=scale)
-        )
+        html = template.render(first | context(outcomes, found, models, path_of=path_of_samples, scale=scale))
+        html = with_contents(with_downloads(html, "comparison", *data, "the leaderboard"))
         if len(html.encode()) <= LIMIT_BYTES:
             break
     return html
@@ -63,16 +81,14 @@ def context(
     found: Sequence[Variant],
     models: Sequence[PlaneModels],
     *,
-    title: str,
     path_of: excerpts.PathOfSamples,
     scale: float = 1.0,
 ) -> dict[str, Any]:
-    """Everything that templates/compare.html needs."""
+    """What templates/compare.html needs beside the title and the decisions."""
     drawn = planes(models, scale)
     failed = [run for run in outcomes if run.status == "failed" or run.failure]
     runs = max(5, round(MAX_RUNS * scale))
     return {
-        "title": title,
         "sub": _sub(outcomes),
         "verdict": _verdict(outcomes, found, drawn),
         "cards": _cards(outcomes, found),

@@ -10,7 +10,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 
 from reports.compare.variants import Variant
-from reports.parts.plots import ACCENT, INK, drawn, finite, grid, place_of, svg
+from reports.parts.plots import ACCENT, INK, apart, drawn, finite, grid, place_of, svg
 from reports.parts.text import clean, plural
 
 MAX_ROWS, MAX_BLOCKS, LEVELS = 40, 64, 8
@@ -111,7 +111,7 @@ def _draw(lines: Sequence[tuple[str, dict[int, float]]], said: str) -> str:
     bar.set_xlim(0, 1)
     bar.set_ylim(0, LEVELS)
     ends = [low + (high - low) * part for part in (0, 0.5, 1)]
-    bar.set_yticks([0, LEVELS / 2, LEVELS], [f"{10**e:.0e}" for e in ends])
+    bar.set_yticks([0, LEVELS / 2, LEVELS], apart([10**e for e in ends]))
     bar.set_xticks([])
     bar.yaxis.tick_right()
     for one in (ax, bar):

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from eval.record.metrics import NOT_FINITE, change, percent
 from eval.record.rows import RunRecord
 from reports.compare.outcome import Failure, RunOutcome
-from reports.page.evaluation import mean_recovery
 from reports.parts.caches import FULL, MAIN
 from reports.parts.files import LIMIT_BYTES, Report, environment, write_page
 from reports.parts.plots import finite
+from reports.parts.table import mean_recovery
 from reports.parts.text import clean, link, plural, public
 
 STATUSES = ("finished", "failed", "damaged", "running", "waiting")

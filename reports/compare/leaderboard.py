@@ -2,18 +2,19 @@
 and for values that are indistinguishable from it."""
 
 import statistics
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from eval.record.html import html_table
 from eval.record.metrics import described, fmt, percent
 from eval.record.metrics import number as significant
 from reports.compare.noise import Amount, ahead, better
 from reports.compare.outcome import RunOutcome
 from reports.compare.variants import Number, Quantity, Variant, drift, variants
+from reports.parts.files import environment
 from reports.parts.table import markdown_table
 from reports.parts.text import clean, link, plural
 
@@ -82,20 +83,52 @@ class Leaderboard:
 
     def markdown(self) -> str:
         """The table as Markdown: ★ is the best of its column, ≈ values that are indistinguishable from it."""
-        said = markdown_table(self._head(), self._lines(), 3)
+        said = markdown_table(self.head, self.lines, 3)
         return said + (f"\n{plural(self.hidden, 'more row')} not shown.\n" if self.hidden else "")
 
     def _repr_html_(self) -> str:
-        return html_table(self._head(), self._lines(), 3)
+        """The table, sorted by a click on a header, and filtered as one types."""
+        down = [False] * 3 + [column.better > 0 for column in self.columns]
+        values = [
+            [row.number or "", self._recipe(row), row.run]
+            + ["" if cell.value is None else f"{cell.value:.10g}" for cell in row.cells]
+            for row in self.rows
+        ]
+        pairs = [list(zip(*both, strict=True)) for both in zip(self.lines, values, strict=True)]
+        return (
+            environment()
+            .get_template("board.html")
+            .render(
+                id=f"board-{uuid.uuid4().hex[:8]}",
+                head=list(zip(self.head, down, strict=True)),
+                rows=[(not row.number, cells) for row, cells in zip(self.rows, pairs, strict=True)],
+                hidden=plural(self.hidden, "more row") if self.hidden else "",
+            )
+        )
 
-    def _lines(self) -> list[list[str]]:
+    @property
+    def lines(self) -> list[list[str]]:
+        """The rows as text."""
         return [
             [str(row.number or ""), self._recipe(row), row.run, *(_flat(cell) for cell in row.cells)]
             for row in self.rows
         ]
 
-    def _head(self) -> list[str]:
+    @property
+    def head(self) -> list[str]:
+        """The names of the columns."""
         return ["#", "recipe", "run", *(f"{c.label}, {c.detail}" if c.detail else c.label for c in self.columns)]
+
+    @property
+    def data(self) -> dict[str, list[dict[str, object]]]:
+        """The rows with numbers, for a file."""
+        return {
+            "rows": [
+                {"number": row.number, "recipe": row.recipe, "model": row.model, "run": row.run}
+                | {name: cell.value for name, cell in zip(self.head[3:], row.cells, strict=True)}
+                for row in self.rows
+            ]
+        }
 
     def _recipe(self, row: Row) -> str:
         return f"{row.recipe}, {row.model}" if self.several_models else row.recipe

@@ -314,7 +314,7 @@ def _draw(spots: list[Spot], axis: Axis, by_size: bool, x_label: str, key: str, 
         look = {"color": ACCENT, "lw": 1.2, "alpha": 0.6, "drawstyle": "steps-post" if by_size else "steps-pre"}
         ax.plot(*zip(*front, strict=True), zorder=1.2, **look)
     _bars(ax, points, axis, factor)
-    _marks(ax, points)
+    titles = _marks(ax, points, axis, "MB" if by_size else "tokens/s")
     ax.margins(y=0.14)
     ax.grid(True, lw=0.6)
     ax.minorticks_off()
@@ -322,7 +322,7 @@ def _draw(spots: list[Spot], axis: Axis, by_size: bool, x_label: str, key: str, 
     ax.set_ylabel(axis.label)
     ax.autoscale_view()
     label_points(ax, _labels(points, axis))
-    return svg(figure, key, said)
+    return svg(figure, key, said, titles)
 
 
 def _bars(ax: Axes, points: list[tuple[Spot, float, float]], axis: Axis, factor: float) -> None:
@@ -339,22 +339,31 @@ def _bars(ax: Axes, points: list[tuple[Spot, float, float]], axis: Axis, factor:
         ax.plot(*zip(*ends, strict=True), color=MUTED, lw=0.8, zorder=1.5)
 
 
-def _marks(ax: Axes, points: list[tuple[Spot, float, float]]) -> None:
-    kinds: dict[tuple[bool, str], list[tuple[float, float]]] = {}
-    for spot, x, y in points:
-        kinds.setdefault((spot.variant.baseline, spot.standing.status), []).append((x, y))
-    for (baseline, status), places in kinds.items():
+def _marks(ax: Axes, points: list[tuple[Spot, float, float]], axis: Axis, unit: str) -> dict[str, list[str]]:
+    """Draw the marks, and give what a browser shows for each: the recipe with its numbers and its standing."""
+    kinds: dict[tuple[bool, str], list[tuple[Spot, float, float]]] = {}
+    for point in points:
+        kinds.setdefault((point[0].variant.baseline, point[0].standing.status), []).append(point)
+    titles = {}
+    for (baseline, status), of in kinds.items():
         solid, below = status == "front", status == "dominated"
-        colour = INK if baseline else SECOND if below else ACCENT
+        colour, gid = INK if baseline else SECOND if below else ACCENT, f"marks-{status}-{'base' * baseline}"
         ax.plot(
-            *zip(*places, strict=True),
+            [x for _, x, _ in of],
+            [y for *_, y in of],
             "D" if baseline else "o",
             ms=6.5 if solid else 5,
             color=colour,
             zorder=5 + solid,
             mfc=colour if solid or below else PANEL,
             alpha=0.75 if below else 1,
+            gid=gid,
         )
+        titles[gid] = [
+            f"{clean(_name(s.variant, axis), 90)}: {x:,.1f} {unit}, {axis.written(s.effect.cost)}; {_STANDS[status]}"
+            for s, x, _ in of
+        ]
+    return titles
 
 
 def _labels(points: list[tuple[Spot, float, float]], axis: Axis) -> list[Point]:

@@ -364,7 +364,7 @@ def _add_cache(record: RunRecord, name: str, numbers: Numbers, effects: Effects)
         count = sum(len(one.exact) for one in own)
         protocol = f"{', '.join(asked)} at {', '.join(map(str, lengths))} tokens, n {count}"
         what = Quantity("exact", visibility, protocol)
-        numbers[what] = Number(cell.exact, cell.stderr)
+        numbers[what] = Number(cell.exact, None, *cell.interval)
         if variant == FULL:
             effects[what] = Effect(0.0, 0.0)
         elif len(cell.against) == 3 and finite(*cell.against):

@@ -8,7 +8,7 @@ from eval.record.metrics import described, fmt, with_error
 from eval.record.noise import counts
 from eval.record.rows import RunRecord
 from reports.parts.intervals import Interval, Panel, forest, spread
-from reports.parts.plots import finite
+from reports.parts.table import mean_recovery
 from reports.parts.text import clean, link, listed, plural
 
 MAX_MODELS = 6  # models with flips or texts on the page; the files have all
@@ -21,24 +21,6 @@ def context(run: RunRecord) -> dict[str, Any]:
     """The data for templates/evaluation.html from a record's `tasks` and `generation`; {} if it has neither."""
     tasks, generation = _tasks(run), _generation(run)
     return {"tasks": tasks, "generation": generation} if tasks or generation else {}
-
-
-def mean_recovery(run: RunRecord, model: str = "compressed") -> tuple[float, int] | None:
-    """The share of the baseline's score that a model keeps, as the mean over tasks, and the number of tasks; None for
-    no tasks.
-
-    Shares of right answers are averaged only with each other; other metrics count if there are no such shares. A group
-    of tasks counts as one, its parts do not count. A score that is not finite keeps nothing of the baseline's.
-    """
-    metrics = {row.task: row.metric for row in run.tasks.rows}
-    parts = run.tasks.parts
-    recoveries = [
-        (described(metrics.get(task, ""))[1] == "%", recovery)
-        for task, one in run.tasks.compared.get(model, {}).items()
-        if task not in parts and finite(recovery := 0.0 if one.value is None and finite(one.baseline) else one.recovery)
-    ]
-    shares = [recovery for share, recovery in recoveries if share] or [recovery for _, recovery in recoveries]
-    return (sum(shares) / len(shares), len(shares)) if shares else None
 
 
 def recovery_card(run: RunRecord) -> tuple[str, str] | None:

@@ -11,19 +11,13 @@ from eval.record.measured import Answers, Cache, CacheSpeed
 from eval.record.metrics import fmt
 from eval.record.rows import RunRecord, typed
 from reports.page.verdict import timing_note
-from reports.parts.caches import FULL, MAIN, CacheRow, cache_rows, speed_rows
+from reports.parts.caches import FULL, MAIN, WHEN, CacheRow, cache_rows, speed_rows
 from reports.parts.figures import Figures
-from reports.parts.plots import ACCENT, INK, LINE, MUTED, SECOND, drawn, finite, grid, legend, svg, wrapped
+from reports.parts.plots import ACCENT, INK, LINE, MUTED, SECOND, drawn, finite, grid, legend, logarithmic, svg, wrapped
 from reports.parts.table import Record
+from reports.parts.text import clean
 
 _MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_WHEN = {
-    "agnostic": "With the question unknown when it was compressed",
-    "another": "When a second question is asked of the same compressed cache",
-    "turns": "When a second question follows the first one after compression",
-    "visible": "With the question in sight",
-    "follow-up": "When a second question follows",
-}
 _LEGEND = {"loc": "outside lower center", "ncols": 2, "fontsize": 8.5}
 
 
@@ -34,7 +28,7 @@ def context(run: RunRecord) -> dict[str, Any]:
     visibilities = list(dict.fromkeys(one.visibility for one in cache.answers))
     table = cache_rows(cache)
     return {
-        "title": f"{labels[MAIN]} on the cache of {run.model.name}",
+        "title": _title(run, table),
         "labels": labels,
         "verdict": verdict(run, table, visibilities),
         "cards": _cards(run, table, visibilities),
@@ -54,6 +48,13 @@ def context(run: RunRecord) -> dict[str, Any]:
         "timing_note": timing_note(speed.spread, speed.load) if speed else "",
         "contexts": sorted(speed.tokens_per_s.get(FULL, {})) if speed else [],
     }
+
+
+def _title(run: RunRecord, table: Sequence[CacheRow]) -> str:
+    """The model, the share of its cache, and the methods; the knobs are on the line below."""
+    share = next((row.share for row in table if row.main and finite(row.share)), None)
+    held = "and its KV cache" if share is None else f"with {share * 100:.0f} % of its KV cache"
+    return f"{clean(run.model.name, 100)} {held}: {' + '.join(clean(step.method, 60) for step in run.recipe)}"
 
 
 def figures(record: Record) -> Figures:
@@ -96,7 +97,7 @@ def verdict(run: RunRecord, table: Sequence[CacheRow], visibilities: Sequence[st
         mine, whole = rows[MAIN].by[visibility], rows[FULL].by[visibility]
         noise = "" if mine.verdict or len(mine.against) < 3 else " (within the noise)"
         said.append(
-            f"{_WHEN.get(visibility, visibility)}, {fmt(mine.exact, '.0f', 100)} % of the answers are exact, against "
+            f"Of the answers {WHEN.get(visibility, visibility)}, {fmt(mine.exact, '.0f', 100)} % are exact, against "
             f"{fmt(whole.exact, '.0f', 100)} % of a full cache{noise}."
         )
     if speed and (longest := speed.decode_ratio(MAIN, FULL)):
@@ -158,30 +159,25 @@ def _pareto(cache: Cache, table: Sequence[CacheRow], visibilities: Sequence[str]
     for (above, below, last), visibility in zip(axes.T, visibilities, strict=True):
         for name, line in lines.items():
             line = sorted(line, key=lambda row: row.share)
-            for ax, metric, error, scale, floor in (
-                (above, "exact", "stderr", 100, 0),
-                (below, "kl", "kl_stderr", 1, 1e-4),
-                (last, "nll", "nll_stderr", 1, 1e-4),
-            ):
-                points = [
-                    (row.share * 100, *(getattr(row.by[visibility], key) for key in (metric, error))) for row in line
-                ]
-                points = [(x, max(scale * y, floor), scale * e) for x, y, e in points if finite(y, e)]
-                if points:
-                    x, y, e = zip(*points, strict=True)
-                    look = {"ms": 4.5, "lw": 1.4, "elinewidth": 0.7} | styles[name]
-                    ax.errorbar(x, y, yerr=e, label=wrapped(name, 60), **look)
+            shares = [row.share * 100 for row in line]
+            cells = [row.by[visibility] for row in line]
+            answers = [(c.exact, *c.interval) if c.interval else (None,) for c in cells]
+            _points(above, name, styles, shares, [[None if v is None else 100 * v for v in of] for of in answers])
+            for ax, metric in ((below, "kl"), (last, "nll")):
+                ends = [(getattr(c, metric), getattr(c, f"{metric}_stderr")) for c in cells]
+                _points(
+                    ax, name, styles, shares, [(v, v - e, v + e) if finite(v, e) else (None,) for v, e in ends], 1e-4
+                )
         full = rows[FULL].by[visibility]
         for ax, level in ((above, full.exact and 100 * full.exact), (last, full.nll)):
             if finite(level):
                 ax.axhline(level, color=LINE, lw=1.2, zorder=0)
         above.set_title(visibility, fontsize=10, loc="left")
-        below.set_yscale("log")
-        last.set_yscale("log")
         last.set_xlabel("bytes, % of full" if columns > 3 else "bytes, % of the full cache's")
         for ax in (above, below, last):
             ax.grid(True, lw=0.6)
             ax.minorticks_off()
+    logarithmic(axes[1:, 0])
     axes[0, 0].set_ylim(-4, 104)
     axes[0, 0].set_ylabel("exact answers, %")
     axes[1, 0].set_ylabel("KL to the full cache's\nanswers, nats per token")
@@ -192,6 +188,22 @@ def _pareto(cache: Cache, table: Sequence[CacheRow], visibilities: Sequence[str]
         "pareto",
         "Exact answers, divergence and likelihood of the answers against bytes of the cache, by visibility.",
     )
+
+
+def _points(
+    ax: Axes,
+    name: str,
+    styles: dict[str, dict[str, str]],
+    x: Sequence[float],
+    rows: Sequence[Sequence],
+    floor: float = 0.0,
+) -> None:
+    """One line of values with their intervals, (value, low, high), without those that are not finite."""
+    kept = [(at, *(max(v, floor) for v in of)) for at, of in zip(x, rows, strict=True) if finite(*of)]
+    if kept:
+        at, y, low, high = map(np.asarray, zip(*kept, strict=True))
+        look = {"ms": 4.5, "lw": 1.4, "elinewidth": 0.7} | styles[name]
+        ax.errorbar(at, y, yerr=np.maximum([y - low, high - y], 0), label=wrapped(name, 60), **look)
 
 
 @drawn
@@ -209,12 +221,11 @@ def _by_token(answers: Sequence[Answers], labels: _Labels, visibilities: Sequenc
             points = [(i + 1, max(mean, 1e-5)) for i, mean in enumerate(means) if finite(mean)]
             if points:
                 ax.plot(*zip(*points, strict=True), ms=4, lw=1.4, label=wrapped(labels[name], 60), **styles[name])
-        ax.set_yscale("log")
         ax.set_title(visibility, fontsize=10, loc="left")
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.grid(True, axis="y", lw=0.6)
-        ax.minorticks_off()
         ax.set_xlabel("token of the answer")
+    logarithmic(axes[:, 0])
     axes[0, 0].set_ylabel("KL, nats")
     legend(figure, axes[:, :1], [wrapped(labels[name], 60) for name in names], **_LEGEND)
     return svg(figure, "by-token", "KL to the full cache's predictions by token of the answer, for each visibility.")
@@ -298,11 +309,10 @@ def _errors(cache: Cache, labels: _Labels) -> str:
         points = [(i, max(v, 1e-8)) for i, v in enumerate(cache.errors[name]) if finite(v)]
         if points:
             ax.plot(*zip(*points, strict=True), ms=3.5, lw=1.4, label=wrapped(labels[name], 60), **styles[name])
-    ax.set_yscale("log")
+    logarithmic([ax])
     ax.set_xlabel("layer")
     ax.set_ylabel("relative error of the\nattention's output")
     ax.grid(True, axis="y", lw=0.6)
-    ax.minorticks_off()
     legend(figure, axes, [wrapped(labels[name], 60) for name in names], **_LEGEND)
     return svg(figure, "errors", "Relative error of each attention layer's output for question and answer.")
 

@@ -1,17 +1,22 @@
 """render: one run record -> one self-contained HTML page, and its outline for a notebook's cell."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.record.metrics import MetricTable, fmt, metric_table, number, percent
 from eval.record.rows import LayerRow, RunRecord, typed
-from reports.page import allocation, evaluation, folds, inputs, kernels, kv, pruning, resources
+from reports.compare.decision import decisions, standing
+from reports.compare.outcome import RunOutcome
+from reports.compare.pareto import plane_models
+from reports.compare.variants import variants
+from reports.page import allocation, answers, evaluation, folds, inputs, kernels, kv, pruning, resources
 from reports.page.verdict import timing_note, verdict
-from reports.parts import plots, table
+from reports.parts import bars, plots, table
+from reports.parts.downloads import numbers, with_downloads
 from reports.parts.figures import NOTEBOOK, Figures, framed
-from reports.parts.files import Report, environment, write_page
+from reports.parts.files import Report, environment, with_contents, with_links, write_page
 from reports.parts.labels import Point, scatter
 from reports.parts.text import clean
 
@@ -32,15 +37,25 @@ class Page:
     figures: list[str]
 
     @classmethod
-    def of(cls, run: RunRecord) -> "Page":
+    def of(cls, run: RunRecord, folder: Path | None = None) -> "Page":
+        """The page of a record.
+
+        Args:
+            folder: of the record, in which the files lie that it names; None: it is by itself.
+        """
         if run.bench:
             of_bench = kernels.context(run)
             return cls("kernels.html", of_bench, of_bench["cards"], [of_bench["speedups"], of_bench["roofline"]])
+        found = variants([RunOutcome(run.run.key, run.run.notebook, "finished", record=run)])
+        on = plane_models(found)
         measured = {"evaluated": evaluation.context(run), "resources": resources.context(run)}
+        measured |= {"decisions": decisions(on, numbered=False), "answers": answers.context(run, folder)}
         if run.cache:
             of_cache = kv.context(run)
+            of_cache["verdict"] += standing(on, found, "compressed")
             return cls("cache.html", {**measured, **of_cache}, of_cache["cards"], [of_cache["pareto"]])
         context = {**measured, **_context(run)}
+        context["verdict"] = standing(on, found, "compressed") + context["verdict"]
         pruned, compared = context["pruned"].get("figures", ""), context["compared"].get("by_size", "")
         figures = [pruned, compared, context["speed"], context["errors"], context["size"]]
         return cls("report.html", context, context["cards"], figures)
@@ -51,21 +66,31 @@ class Page:
     def cell(self) -> str:
         """The verdict, the main numbers and one figure, in the colours of the notebook around them."""
         figure = next(filter(None, self.figures), "")
-        parts = {"verdict": self.context["verdict"], "cards": self.cards, "figure": framed(figure) if figure else ""}
+        said = [*map(str, self.context.get("decisions", ())), *self.context["verdict"]]
+        parts = {"verdict": said, "cards": self.cards, "figure": framed(figure) if figure else ""}
         return environment().get_template("cell.html").render(style=NOTEBOOK, **parts)
 
 
-def render(record: table.Record, path: str | Path) -> Report:
-    """Write the page of a run record (`eval.run_record`), whole or not at all."""
-    run = typed(record)
-    made = Page.of(run)
-    return write_page(made.html(run), path, made.cell())
+def render(record: table.Record, path: str | Path, links: Mapping[str, str] = {}) -> Report:
+    """Write the page of a run record (`eval.run_record`), whole or not at all.
+
+    Args:
+        links: to the pages and files around it, {label: address relative to the page}.
+    """
+    made = Page.of(typed(record), Path(path).parent)
+    return write_page(with_links(_whole(record, made), links), path, made.cell())
 
 
 def page(record: table.Record) -> str:
-    """The page as HTML."""
+    """The page as HTML, without links to other files."""
+    return _whole(record, Page.of(typed(record)))
+
+
+def _whole(record: table.Record, made: Page) -> str:
     run = typed(record)
-    return Page.of(run).html(run)
+    data = record if isinstance(record, Mapping) else None
+    html = with_downloads(made.html(run), run.run.key, numbers(run), data, "the record of this run")
+    return with_contents(html)
 
 
 def _context(run: RunRecord) -> dict[str, Any]:
@@ -82,7 +107,7 @@ def _context(run: RunRecord) -> dict[str, Any]:
         "pruned": pruning.context(run),
         "allocated": allocation.context(run),
         "errors": plots.layer_errors(run.layers, recipe),
-        "speed": plots.speed_bars(run.speed),
+        "speed": bars.speed_bars(run.speed),
         "timing_note": next((timing_note(one.spread, one.load) for one in run.speed.values()), ""),
         "size": _size_figure(run),
         "kinds": _kinds(run.layers),
@@ -136,8 +161,8 @@ def cost_figures(scores: Any) -> Figures:
     figures = {f"Divergence on {clean(corpus, 40)} against bytes": _divergence(run, corpus) for corpus in run.corpora}
     figures = {title: figure for title, figure in figures.items() if figure}
     if not figures and len(sizes) > 1:
-        figures["Size"] = plots.size_bars({name: (size, 0.0) for name, size in sizes.items()})
-    figures["Speed"] = plots.speed_bars(run.speed)
+        figures["Size"] = bars.size_bars({name: (size, 0.0) for name, size in sizes.items()})
+    figures["Speed"] = bars.speed_bars(run.speed)
     said = "Nothing was timed."
     if run.speed:
         said = "Whiskers are the quartiles of the rounds in which the models took turns."
@@ -207,7 +232,7 @@ def _size_figure(run: RunRecord) -> str:
         return ""
     stored = sum(layer.weights * (layer.bits_per_weight or 0) / 8 for layer in run.layers)
     linears = before * sum(layer.weights for layer in run.layers) / (run.model.parameters or 1)
-    return plots.size_bars({"baseline": (linears, before - linears), "compressed": (stored, after - stored)})
+    return bars.size_bars({"baseline": (linears, before - linears), "compressed": (stored, after - stored)})
 
 
 class KindRow(NamedTuple):

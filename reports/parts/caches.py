@@ -6,14 +6,23 @@ from typing import NamedTuple
 import numpy as np
 
 from eval.record.measured import Cache, CacheSpeed, Interval
-from eval.record.noise import counts
+from eval.record.noise import counts, wilson
 
 FULL, MAIN = "full", "compressed"
+WHEN = {  # of a visibility, in words
+    "agnostic": "with the question unknown when the cache was compressed",
+    "another": "to a second question that is asked of the same compressed cache",
+    "turns": "to a second question that follows the first one after compression",
+    "visible": "with the question in sight when the cache was compressed",
+    "follow-up": "to a question before which another one was read, and answered, before compression",
+}
 
 
 class CacheCell(NamedTuple):
-    """Answers at one visibility. against: the difference of exact answers from the full cache's, with its interval."""
+    """Answers at one visibility. n: their number; against: the difference of exact answers from the full cache's, with
+    its interval."""
 
+    n: int
     exact: float | None
     stderr: float | None
     nll: float | None
@@ -21,6 +30,11 @@ class CacheCell(NamedTuple):
     kl: float | None
     kl_stderr: float | None
     against: Interval
+
+    @property
+    def interval(self) -> tuple[float, float] | tuple[()]:
+        """The 95 % interval of the share of exact answers."""
+        return () if self.exact is None else wilson(self.exact, self.n)
 
     @property
     def verdict(self) -> str:
@@ -74,11 +88,21 @@ def cache_rows(cache: Cache) -> list[CacheRow]:
         for visibility in dict.fromkeys(one.visibility for one in cache.answers):
             own = [one for one in cache.answers if one.variant == name and one.visibility == visibility]
             exact, nll, kl = (_mean([v for one in own for v in getattr(one, key)]) for key in ("exact", "nll", "kl"))
-            cells[visibility] = CacheCell(*exact, *nll, *kl, cache.against.get(name, {}).get(visibility, ()))
+            n, against = sum(len(one.exact) for one in own), cache.against.get(name, {}).get(visibility, ())
+            cells[visibility] = CacheCell(n, *exact, *nll, *kl, _with_width(against, n))
         share = sum(sizes.values()) / sum(full.values()) if sizes and sum(full.values()) else None
         largest = sizes[max(sizes)] if sizes else None
         rows.append(CacheRow(name, largest, share, cache.seconds.get(name), cells))
     return rows
+
+
+def _with_width(against: Interval, n: int) -> Interval:
+    """An interval of a mean difference, with a width also if all n differences are the same: the bootstrap gives it
+    none, although another of them could differ as often as Wilson's interval of n in n says."""
+    if len(against) != 3 or against[1] != against[2] or n < 1:
+        return against
+    half = 1 - wilson(1.0, n)[0]
+    return against[0], max(against[0] - half, -1.0), min(against[0] + half, 1.0)
 
 
 def speed_rows(speed: CacheSpeed) -> list[CacheSpeedRow]:

@@ -1,5 +1,6 @@
 """Figures of a report shown in a notebook."""
 
+import base64
 import re
 from dataclasses import dataclass
 
@@ -15,6 +16,21 @@ _COLOURS = {
     "accent": "#3f83cf", "second": "#c0762b",
 }  # fmt: skip
 NOTEBOOK = "".join(f"--{name}:{colour};" for name, colour in _COLOURS.items()) + "color:var(--ink);max-width:60rem"
+
+
+# A picture cannot read the colours around it, and is shown on a light ground.
+_ALONE = "--ink:#1c1f24;--muted:#5b626d;--line:#dcdad3;--panel:#ffffff;--accent:#1f5fae;--second:#a9631f"
+_NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+# Notebooks that are not trusted, such as one that papermill wrote, lose scripts and inline SVG, but keep pictures. In
+# trusted ones the picture becomes the SVG that it holds, with the notebook's colours, and with titles to point at.
+_INLINE = """<script>{
+const picture = document.currentScript?.previousElementSibling, box = document.createElement("div");
+if (picture?.src) {
+  box.innerHTML = new TextDecoder().decode(Uint8Array.from(atob(picture.src.split(",")[1]), one => one.charCodeAt(0)));
+  box.firstChild.removeAttribute("style");
+  picture.replaceWith(box.firstChild);
+}
+}</script>"""
 
 
 @dataclass(frozen=True)
@@ -34,4 +50,17 @@ def framed(svg: str, heading: str = "") -> str:
     """A figure as large as it was drawn, or smaller where the notebook is narrow, below its heading (HTML)."""
     box = re.search(r'viewBox="[-\d.]+ [-\d.]+ ([\d.]+)', svg)  # in points
     width = f"{float(box[1]) / 0.75:.0f}px" if box else "60rem"
-    return f"<div style='width:{width};max-width:100%'>{heading}{svg}</div>"
+    return f"<div style='width:{width};max-width:100%'>{heading}{_picture(svg)}</div>"
+
+
+def _picture(svg: str) -> str:
+    """A figure as a picture and a script that shows it as SVG."""
+    if not svg.startswith("<svg"):  # a sentence in place of a figure
+        return svg
+    style = f'style="{_ALONE};font-family:sans-serif;background:#ffffff"'
+    alone = svg.replace("<svg", f"<svg {_NAMESPACES} {style}", 1).encode()
+    label = re.search(r'aria-label="([^"]*)"', svg)
+    return (
+        f"<img style='width:100%' alt=\"{label[1] if label else ''}\" "
+        f"src='data:image/svg+xml;base64,{base64.b64encode(alone).decode()}'>{_INLINE}"
+    )

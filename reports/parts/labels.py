@@ -36,8 +36,9 @@ def scatter(points: list[Point], *, key: str, x_label: str, y_label: str, summar
         ax.set_yscale("symlog", linthresh=straight, linscale=0.6)
     ax.yaxis.set_major_formatter(_percent if unit else power)
     ax.axhline(0, color=MUTED, lw=1)
-    for point in points:
-        ax.plot(point.x, point.y, "o", ms=7 if point.main else 5.5, color=ACCENT if point.main else SECOND, zorder=5)
+    for i, point in enumerate(points):
+        look = {"ms": 7 if point.main else 5.5, "color": ACCENT if point.main else SECOND, "zorder": 5}
+        ax.plot(point.x, point.y, "o", gid=f"mark{i}", **look)
     ax.margins(y=0.14)
     ax.grid(True, lw=0.6)
     ax.minorticks_off()
@@ -48,7 +49,11 @@ def scatter(points: list[Point], *, key: str, x_label: str, y_label: str, summar
     left = max(0.105, 0.06 + 0.009 * widest)  # of the figure's width: the label and the widest number beside the axis
     ax.set_position((left, 0.13, 0.985 - left, 0.84))
     label_points(ax, points)
-    return svg(figure, key, summary)
+    shown = ax.yaxis.get_major_formatter()
+    titles = {
+        f"mark{i}": [f"{p.label}: {p.x:,.4g} {x_label}, {shown(p.y, None)} {y_label}"] for i, p in enumerate(points)
+    }
+    return svg(figure, key, summary, titles)
 
 
 def _percent(y: float, _: int) -> str:

@@ -7,7 +7,7 @@ import re
 import textwrap
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from html import escape
 from io import StringIO
@@ -17,10 +17,9 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.text import Text
-from matplotlib.ticker import LogFormatterMathtext, LogLocator, NullFormatter
+from matplotlib.ticker import LogFormatterMathtext, LogLocator, MaxNLocator, NullFormatter
 
-from eval.record.rows import Channels, LayerRow, SpeedRow
+from eval.record.rows import Channels, LayerRow
 from reports.parts.text import clean
 
 # Colours that matplotlib writes into the SVG and that the page replaces by its own variables.
@@ -100,10 +99,21 @@ def legend(figure: Figure, axes: Any, names: Sequence[str], loc: str = "outside 
         figure.legend([handles[name] for name in shown], [clean(name, 120) for name in shown], loc=loc, **style)
 
 
+def logarithmic(axes: Iterable[Axes]) -> None:
+    """Logarithmic y axes (of panels that share it, one is enough) with at least two ticks that have a label."""
+    for ax in axes:
+        ax.set_yscale("log")
+        ticked(ax)
+
+
 def ticked(ax: Axes, decades: float = 2) -> None:
-    """Ticks of a logarithmic axis at 1, 2 and 5 if powers of ten alone would give only one or two ticks."""
+    """Ticks of a logarithmic axis at 1, 2 and 5 if powers of ten alone would give only one or two ticks; evenly spaced
+    ones if these would, too."""
     low, high = ax.get_ylim()
-    if low > 0 and high < 10**decades * low:
+    if low > 0 and high < 5 * low:
+        ax.yaxis.set_major_locator(MaxNLocator(4))
+        ax.yaxis.set_major_formatter("{x:,g}")
+    elif low > 0 and high < 10**decades * low:
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter("{x:,g}")
     ax.minorticks_off()
@@ -269,76 +279,6 @@ def wrapped(text: str, width: int) -> str:
     return "\n".join(textwrap.wrap(text, width, break_long_words=len(text) > 2 * width, break_on_hyphens=False)) or text
 
 
-@drawn
-def speed_bars(speed: dict[str, SpeedRow]) -> str:
-    """Decode speed of every variant, with quartiles, and a line at the speed if only reading its bytes once took
-    time."""
-    shown = {name: one for name, one in speed.items() if finite(one.decode_tokens_per_s)}
-    rows = [(name, one.decode_tokens_per_s, one.decode_quartiles) for name, one in shown.items()]
-    rows = [(name, value, ends if len(ends) == 2 else (value, value)) for name, value, ends in rows]
-    if not rows:
-        return ""
-    labels = [wrapped(name, 26) for name, *_ in rows]
-    deep = 0.36 * len(rows) + 0.06 * sum(1 + label.count("\n") * 2 for label in labels)
-    figure, axes = grid(1, 1, width=4.7, height=deep, extra=0.7)
-    ax, values = axes[0, 0], [value for _, value, _ in rows]
-    errors = [[max(v - ends[0], 0) for _, v, ends in rows], [max(ends[1] - v, 0) for _, v, ends in rows]]
-    colours = [ACCENT if name == "compressed" else SECOND for name, *_ in rows]
-    ax.barh(range(len(rows)), values, height=0.62, color=colours)
-    ax.errorbar(values, range(len(rows)), xerr=errors, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
-    numbers = [
-        ax.text(max(value, *ends), i, f"\u2002{value:,.{0 if value >= 20 else 1}f}", va="center")
-        for i, (_, value, ends) in enumerate(rows)
-    ]
-    limits = [(i, one.memory_limit_tokens_per_s) for i, one in enumerate(shown.values())]
-    limits = [(i, limit) for i, limit in limits if finite(limit)]
-    for i, limit in limits:
-        ax.plot([limit, limit], [i - 0.36, i + 0.36], color=INK, lw=1.4, ls=(0, (2, 1)))
-    summary = "Decode speed of every variant in tokens per second."
-    end = max(max(values) * 1.2, *(1.06 * limit for _, limit in limits), 0)
-    _laid_out(ax, labels, end, "decoded tokens per second")
-    _clear_of(ax, [(numbers[i], limit) for i, limit in limits])
-    return svg(figure, "speed", summary)
-
-
-def _clear_of(ax: Axes, labels: Sequence[tuple[Text, float]]) -> None:
-    """Move each label to the right of the line at its x if they would cross, and make room for it there."""
-    ax.figure.draw_without_rendering()
-    gap = 0.3 * ax.figure.dpi * 10 / 72  # pixels; the page's font may be a little wider than the one measured here
-    moved = []
-    for label, x in labels:
-        box, at = label.get_window_extent(), ax.transData.transform((x, 0))[0]
-        if box.x0 - gap < at < box.x1 + gap:
-            label.set_x(x)
-            moved.append((x, min((box.width + 2 * gap) / ax.bbox.width, 0.8)))
-    ax.set_xlim(0, max([ax.get_xlim()[1], *(x / (1 - share) for x, share in moved)]))
-
-
-@drawn
-def size_bars(sizes: dict[str, tuple[float, float]]) -> str:
-    """Stored megabytes, split into compressed linears and the rest: {model: bytes of both}."""
-    figure, axes = grid(1, 1, width=4.7, height=0.42 * len(sizes), extra=0.7)
-    ax = axes[0, 0]
-    for i, parts in enumerate(sizes.values()):
-        left = 0.0
-        for colour, value in zip((ACCENT, SECOND), parts, strict=True):
-            ax.barh(i, value / 1e6, left=left / 1e6, height=0.62, color=colour)
-            left += value
-        ax.text(left / 1e6, i, f"\u2002{left / 1e6:,.0f} MB", va="center")
-    summary = "Stored megabytes of each model, split into the linears that were compressed and the rest."
-    _laid_out(ax, list(sizes), max(map(sum, sizes.values())) / 1e6 * 1.25, "stored megabytes")
-    return svg(figure, "size", summary)
-
-
-def _laid_out(ax: Axes, labels: list[str], end: float, x_label: str) -> None:
-    """Labels and axes of horizontal bars."""
-    ax.set_yticks(range(len(labels)), labels)
-    ax.invert_yaxis()
-    ax.set_xlim(0, end or 1)
-    ax.set_xlabel(x_label)
-    ax.tick_params(axis="y", length=0)
-
-
 def place_of(name: str, position: int) -> tuple[int, str]:
     """Block number and kind of a linear, from its name: model.layers.3.mlp.up_proj -> 3, mlp.up_proj."""
     match = re.search(r"\.(\d{1,6})\.", name)
@@ -356,6 +296,29 @@ def by_kind(layers: Iterable[LayerRow]) -> dict[str, list[tuple[int, LayerRow]]]
     return kinds
 
 
+def _with_titles(text: str, gid: str, titles: Sequence[str]) -> str:
+    """The marks of a line, which matplotlib writes as `use` elements in the order of its points, with titles."""
+    begin = text.index(f'<g id="{gid}">')
+    end = text.find('<g id="', begin + 1)
+    inside = text[begin : end if end > 0 else len(text)]
+    left = iter(titles)
+
+    def titled(mark: re.Match) -> str:
+        title = escape(clean(next(left, ""), 300))
+        return f"<g><title>{title}</title>{mark[0]}</g>"
+
+    return text[:begin] + re.sub(r"<use [^>]*/>", titled, inside) + text[begin + len(inside) :]
+
+
+def apart(values: Sequence[float]) -> list[str]:
+    """Numbers as text with as few significant digits as tell different ones apart, at least two."""
+    for digits in range(2, 8):
+        shown = [f"{value:.{digits}g}" for value in values]
+        if len(set(shown)) == len(set(values)):
+            break
+    return shown
+
+
 def power(value: float, _: object = None) -> str:
     """A tick of a logarithmic axis: 0.01, 100, 10⁻⁵."""
     if value == 0 or 1e-3 <= abs(value) < 1e5:
@@ -365,8 +328,12 @@ def power(value: float, _: object = None) -> str:
     return f"10{raised}" if mantissa == "1" else f"{mantissa} · 10{raised}"
 
 
-def svg(figure: Figure, key: str, summary: str) -> str:
-    """The figure as an SVG element, with its own ids and the page's colours."""
+def svg(figure: Figure, key: str, summary: str, titles: Mapping[str, Sequence[str]] = {}) -> str:
+    """The figure as an SVG element, with its own ids and the page's colours.
+
+    Args:
+        titles: of the marks of lines, by the lines' gid: what a browser shows where the pointer rests on a mark.
+    """
     for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)):
         if isinstance(axis.get_major_formatter(), LogFormatterMathtext):  # which writes mathematics
             axis.set_major_formatter(power)
@@ -377,6 +344,8 @@ def svg(figure: Figure, key: str, summary: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), text)  # a hundredth of a pixel
+    for gid, of in titles.items():
+        text = _with_titles(text, gid, of)
     text = re.sub(r'\bid="', f'id="{key}-', text)
     text = re.sub(r'(url\(#|href="#)', rf"\1{key}-", text)
     text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from eval.record.metrics import change, fmt, percent
+from eval.record.metrics import change, described, fmt, percent
 from eval.record.rows import RunRecord, typed
-from reports.parts.caches import cache_rows, speed_rows
+from reports.parts.caches import CacheCell, cache_rows, speed_rows
+from reports.parts.plots import finite
 from reports.parts.strengths import strength_tables
 
 START, END = "<!-- workbench ", "<!-- end -->"
@@ -72,6 +73,24 @@ def rows(record: RunRecord) -> list[ModelRow]:
             ModelRow(name, record.recipe_of(name), texts, *size, *speeds, *(record.counts(m, name) for m in timed))
         )
     return found
+
+
+def mean_recovery(run: RunRecord, model: str = "compressed") -> tuple[float, int] | None:
+    """The share of the baseline's score that a model keeps, as the mean over tasks, and the number of tasks; None for
+    no tasks.
+
+    Shares of right answers are averaged only with each other; other metrics count if there are no such shares. A group
+    of tasks counts as one, its parts do not count. A score that is not finite keeps nothing of the baseline's.
+    """
+    metrics = {row.task: row.metric for row in run.tasks.rows}
+    parts = run.tasks.parts
+    recoveries = [
+        (described(metrics.get(task, ""))[1] == "%", recovery)
+        for task, one in run.tasks.compared.get(model, {}).items()
+        if task not in parts and finite(recovery := 0.0 if one.value is None and finite(one.baseline) else one.recovery)
+    ]
+    shares = [recovery for share, recovery in recoveries if share] or [recovery for _, recovery in recoveries]
+    return (sum(shares) / len(shares), len(shares)) if shares else None
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
@@ -166,7 +185,7 @@ def cache_markdown(records: Sequence[Record]) -> str:
         head = [
             "cache",
             "bytes, % of full",
-            *(f"exact, {v}" for v in visibilities),
+            *(f"exact (95 %), {v}" for v in visibilities),
             *(f"NLL, {v}" for v in visibilities),
             *(f"KL, {v}" for v in visibilities),
         ]
@@ -174,7 +193,7 @@ def cache_markdown(records: Sequence[Record]) -> str:
             [
                 _cache_name(run, row.name),
                 fmt(row.share, ".1f", 100),
-                *(f"{fmt(row.by[v].exact, '.0f', 100)} % ± {fmt(row.by[v].stderr, '.0f', 100)}" for v in visibilities),
+                *(_exact(row.by[v]) for v in visibilities),
                 *(fmt(row.by[v].nll, ".3f") for v in visibilities),
                 *("–" if row.name == "full" else fmt(row.by[v].kl, ".3f") for v in visibilities),
             ]
@@ -182,6 +201,11 @@ def cache_markdown(records: Sequence[Record]) -> str:
         ]
         made.append(markdown_table(head, lines))
     return "\n".join(made)
+
+
+def _exact(cell: CacheCell) -> str:
+    """Per cent of exact answers with its 95 % interval."""
+    return f"{fmt(cell.exact, '.0f', 100)} % ({'–'.join(fmt(end, '.0f', 100) for end in cell.interval)})"
 
 
 def cache_speed_markdown(records: Sequence[Record]) -> str:

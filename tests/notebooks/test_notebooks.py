@@ -302,7 +302,7 @@ def test_smoothquant_takes_whole_recipes(tmp_path, monkeypatch, run_cells):
     }
     assert made["folds"] and {layer["format"] for layer in made["layers"]} == {"eight_bit"}
     assert all("decode_tokens_per_s" in made["scores"][name] for name in ("baseline", *steps))
-    assert "<svg" in cells["figures"](cells["result"].folds)._repr_html_()
+    assert "<img" in cells["figures"](cells["result"].folds)._repr_html_()
     assert "weights only" in (tmp_path / "report.html").read_text()
 
 
@@ -372,7 +372,7 @@ def test_pruning_takes_whole_recipes(tmp_path, monkeypatch, run_cells):
     assert len(made["drops"]) == 2 and sum(drop["order"] == 1 for drop in made["drops"]) == 1
     assert len(made["layers"]) == 7 + 4 and all(layer["distortion"] for layer in made["layers"])
     shown = cells["figures"](cells["result"].layers, cells["result"].drops)._repr_html_()
-    assert shown.count("<svg") == 3 and "Dropped: the MLPs" in shown
+    assert shown.count("<img") == 3 and "Dropped: the MLPs" in shown
     html = (tmp_path / "run" / "report.html").read_text()
     assert "Accuracy against strength" in html and "random(pattern={})" in html and "half" in html
     assert "<td" in cells["curve"]._repr_html_()

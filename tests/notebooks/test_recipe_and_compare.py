@@ -181,7 +181,7 @@ def test_compare_runs_through_papermill(tmp_path, papermill):
     assert (
         f"{len(RECORDS)} runs: {len(RECORDS)} finished" in shown
         and "No run failed." in shown
-        and shown.count("<svg") >= 2
+        and shown.count("data:image/svg+xml") >= 2
     )
 
 

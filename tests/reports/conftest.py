@@ -53,7 +53,7 @@ def look(browser, tmp_path):
         luminance = sum(map(int, re.findall(r"\d+", background)[:3])) / 3
         assert (luminance > 200) == (scheme == "light")
         visible = tab.evaluate(
-            "[...document.querySelectorAll('svg')].every(s => s.getBoundingClientRect().height > 60)"
+            "[...document.querySelectorAll('svg')].every(s => s.getBoundingClientRect().height > 25)"
         )
         assert visible, "the figures are drawn"
         context.close()

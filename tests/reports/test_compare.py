@@ -456,7 +456,7 @@ def test_leaderboard_shows_itself():
     lines = said.splitlines()
     assert len(lines) == 2 + len(board.rows) and "★ 60.0 (30 %)" in said and "≈ 97.0" not in lines[0]
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1, "a bar in a name is no column"
-    assert "<img" not in html and "<script" not in html and html.count("<tr>") == 1 + len(board.rows)
+    assert "<img" not in html and html.count("<script") == 1 and html.count("<tr") == 1 + len(board.rows)
     few = leaderboard(runs, most=2)
     assert few.hidden == 2 and "2 more rows not shown." in few.markdown()
     assert [row.name for row in few.rows if row.number] == ["", ""], "the main models come first"
@@ -672,7 +672,7 @@ def test_page_says_what_the_records_say():
 
 
 def test_records_of_all_ages_are_shown(published, page_of_all):
-    assert len(page_of_all.encode()) < 2 * LIMIT_BYTES / 3 and all(run.key in page_of_all for run in published)
+    assert len(page_of_all.encode()) < 0.8 * LIMIT_BYTES and all(run.key in page_of_all for run in published)
     small = leaderboard([make_run("a", make_record("a", {"compressed": one(100, 80, 1.2e-8, 1e-9)}))])
     assert "1.20e-08 ± 1e-09" in small.markdown()
     bare = make_record("a", {"compressed": one(100, 80, 0.1)})
@@ -940,11 +940,13 @@ def test_model_text_cannot_run(browser, tmp_path):
     tab.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     assert tab.evaluate("window.owned") is None
     assert tab.evaluate("document.querySelectorAll('img, iframe, object').length") == 0
-    assert tab.evaluate("document.scripts.length") == 1, "our own sorting"
+    assert tab.evaluate("document.scripts.length") == 2, "our own"
     assert tab.evaluate(
         "[...document.querySelectorAll('*')].every(e => [...e.attributes].every(a => !a.name.startsWith('on')))"
     )
     links = tab.eval_on_selector_all("a", "links => links.map(a => a.href)")
-    assert links and all(href.startswith("file:") for href in links), "no scheme of theirs"
+    assert links and all(
+        href.startswith(("file:", "data:text/csv;base64,", "data:application/gzip;base64,")) for href in links
+    ), "no scheme of theirs"
     assert tab.locator("figure svg").count() >= 3 and tab.get_by_text("onerror").count() > 5, "it is there to read"
     tab.close()

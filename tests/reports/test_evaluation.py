@@ -426,7 +426,7 @@ def test_the_page_of_caches_shows_it_too(html, monkeypatch):
     sections = ["tasks", "generation", "grid", "cost", "efficiency"]
     for shown in (html, page(make_evaluated_record("kv-eviction"))):
         assert [name for name in re.findall(r'<h2 id="(\w+)"', shown) if name in sections] == sections
-        assert "<script" not in shown
+        assert shown.count("<script") == 1
 
 
 @pytest.mark.parametrize("scheme, width", [("light", 1280), ("dark", 320)])
@@ -464,7 +464,7 @@ def test_model_text_cannot_run(browser, tmp_path, record):
     report = render(made, tmp_path / "report.html")
     tab = browser.new_page()
     tab.goto(report.path.as_uri())
-    assert tab.evaluate("document.querySelectorAll('script, img').length") == 0 and "owned" not in tab.title()
+    assert tab.evaluate("[document.scripts.length, document.images.length]") == [1, 0] and "owned" not in tab.title()
     assert (
         tab.evaluate("[...document.querySelectorAll('a')].map(a => new URL(a.href).protocol + new URL(a.href).host)")
         == ["file:"] * 4

@@ -1,10 +1,12 @@
 """The tables of a README say what records say, and are as the command makes them."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from eval.record.rows import typed
 from eval.record.schema import read_record
@@ -146,6 +148,14 @@ def test_the_readmes_are_up_to_date():
     folder = ROOT / "reports" / "published"
     for path, written in published_files(folder).items():
         assert written == path.read_text(encoding="utf-8"), f"`workbench table --write` changes {path.name}"
+
+
+def test_the_picture_of_the_readme_is_of_the_record_of_its_table():
+    """`make picture` takes it again."""
+    spec = importlib.util.spec_from_file_location("picture", Path(__file__).with_name("picture.py"))
+    picture = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(picture)
+    assert Image.open(picture.PICTURE).text[picture.RECORD] == picture.digest(picture.record_of_readme())
 
 
 def test_a_published_folder_has_an_index_and_a_note_with_the_tables_of_each_record(tmp_path, capsys):

@@ -21,6 +21,13 @@ def declare(command) -> None:
         help="share of the first run's accuracy that the second run must keep (default: 0.99)",
     )
     parser.add_argument(
+        "--allowed-loss",
+        metavar="SHARE",
+        type=float,
+        default=0.05,
+        help="loss of accuracy that the smallest recipe may have, with which the page begins (default: 0.05)",
+    )
+    parser.add_argument(
         "--gate",
         metavar="FILE.yml",
         type=Path,
@@ -42,7 +49,8 @@ def compare(options: argparse.Namespace) -> int:
     named = [_record_of(name) for name in options.named]
     names = [Path(name).stem if Path(name).suffix in (".yml", ".json") else name for name in options.named]
     title = " and ".join(names) if len(names) < 3 else f"{len(names)} runs"
-    made = pages.compared(named, runs_folder(options.runs or ""), page=str(options.output or ""), title=title)
+    shown = {"page": str(options.output or ""), "title": title, "allowed_loss": options.allowed_loss}
+    made = pages.compared(named, runs_folder(options.runs or ""), **shown)
     count, status = len(made.outcomes), 0
     for option, given in (("--recovery-threshold", options.recovery_threshold), ("--gate", options.gate)):
         if given is not None and count != 2:

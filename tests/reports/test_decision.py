@@ -1,0 +1,105 @@
+"""Which recipe a page says to take: within the loss that was asked for, beyond noise, by a name that tells it apart."""
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+
+from eval.record.rows import typed
+from eval.record.schema import read_record
+from reports.compare.compare import RunOutcome, compare_page
+from reports.compare.decision import decisions, standing
+from reports.compare.pareto import plane_models
+from reports.compare.variants import variants
+from reports.page.render import Page, page
+
+PUBLISHED = Path(__file__).resolve().parents[2] / "reports" / "published"
+
+
+def outcome(name: str) -> RunOutcome:
+    path = next(PUBLISHED.glob(f"{name}*.json"))
+    return RunOutcome.of(name, "finished", read_record(path), path)
+
+
+def decided(one: RunOutcome, **asked):
+    return decisions(plane_models(variants([one])), numbered=False, **asked)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return outcome("weight-only-smollm2")
+
+
+def test_smallest_is_within_the_loss_that_was_asked_for(weights):
+    spots = plane_models(variants([weights]))[0].spots
+    for loss in (0.06, 0.1, 0.2, 0.5, 1.5):
+        first = decided(weights, loss=loss)[0].choices[0]
+        inside = [s for s in spots if not s.variant.baseline and s.effect.cost <= math.log1p(loss)]
+        if not inside:
+            assert first.name == "" and first.purpose == f"No recipe has at most +{100 * loss:.3g} % perplexity"
+            continue
+        least = min(s.amount.value for s in inside) / 1e6
+        assert first.purpose.startswith(f"Smallest with at most +{100 * loss:.3g} % perplexity")
+        assert float(first.numbers.split(" MB")[0]) <= least * 1.005 + 0.05
+
+
+def test_an_interval_that_reaches_beyond_the_loss_is_said():
+    one = outcome("kv-eviction-smollm2-135m-amd-epyc-zen4")
+    assert decided(one)[0].choices[0].numbers.endswith("−4 points, at the end of its interval −10")
+    assert decided(one, loss=0.2)[0].choices[0].numbers.endswith("−4 points")
+
+
+def test_what_to_avoid_is_beaten_beyond_noise_and_names_what_to_take(weights):
+    made = str(decided(weights)[0])
+    assert (
+        "Avoid rtn(bits=3), rtn(bits=4), nf4 and 3 more: gptq(bits=4) + rtn(bits=8) is smaller and more accurate."
+        in made
+    )
+    noisy = copy.deepcopy(read_record(next(PUBLISHED.glob("weight-only-smollm2*.json"))))
+    for of in noisy["difference"].values():
+        for metric in [m for m in of if m.endswith("_stderr")]:
+            of[metric] = 9.0
+    for of in noisy["scores"].values():
+        for metric in [m for m in of if m.endswith("_stderr")]:
+            of[metric] = 9.0
+    made = str(decided(RunOutcome("noisy", "n", "finished", record=noisy))[0])
+    assert "more accurate than another beyond noise" in made and "and more accurate." not in made
+
+
+@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.json")), ids=lambda path: path.stem)
+def test_names_tell_the_models_of_every_published_page_apart(path):
+    record = read_record(path)
+    made = decided(RunOutcome.of("one", "finished", record, path))
+    for one in made:
+        named = [c.name for c in one.choices if c.name]
+        assert all(len(name) <= 110 for name in named)
+        assert one.choices[0].purpose.startswith(("Smallest with at ", "No recipe has at "))
+
+
+def test_pages_begin_with_the_decision(weights):
+    text = compare_page([weights])
+    first = text[text.index('<p class="verdict">') :].split("</p>")[0]
+    assert "No recipe has at most +5 % perplexity; most accurate: <b>#1 gptq(bits=4) + rtn(bits=8)</b>" in first
+    assert text.index("runs finished") > text.index(first)
+    text = compare_page([weights], allowed_loss=0.1)
+    assert "Smallest with at most +10 % perplexity, and most accurate: <b>#1 gptq" in text
+    cache = page(read_record(next(PUBLISHED.glob("kv-eviction-gemma3*.json"))))
+    first = cache[cache.index('<p class="verdict">') :].split("</p>")[0]
+    assert (
+        "<b>kv_int(bits=4)</b> (8.8 MB" in first
+        and "with the question unknown" in cache.split("</ul>")[0] + cache.split("</ul>")[1]
+    )
+
+
+def test_a_recipe_is_good_or_bad_against_its_neighbours(weights):
+    found = variants([weights])
+    on = plane_models(found)
+    assert standing(on, found, "compressed")[0] == (
+        "Bad in accuracy and size: gptq(bits=4) + rtn(bits=8) is smaller and more accurate."
+    )
+    best = next(v for v in found if v.number == 1)
+    assert standing(on, found, best.name)[0].startswith("Good in accuracy and size: of the ")
+    alone = read_record(next(PUBLISHED.glob("gptq-smollm2*.json")))
+    said = Page.of(typed(alone)).context["verdict"][0]
+    assert said.startswith("Good: more accurate than rtn_search, rtn of this page (KL on wikitext2).")
