@@ -35,7 +35,7 @@ def test_the_op_survives_the_compiler_and_says_what_ran(backend):
     assert torch.allclose(y, x @ W.t() + 1, atol=1e-5) and ran == {"csr_matmul": {"library"}}
 
 
-def test_bad_arguments_say_what_would_do():
+def test_bad_arguments_say_what_works():
     w = to_csr(torch.ones(2, 3), torch.ones(2, 3).bool())
     with pytest.raises(ValueError, match=r"must end in in_features \(=3\)"):
         csr_matmul(torch.ones(1, 4), w)
