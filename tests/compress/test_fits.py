@@ -69,7 +69,7 @@ def test_a_format_that_cannot_hold_a_recipe_is_refused_with_one_that_can(tiny, m
         model = tiny("llama")
     check_save_format("four-bits", parse_recipe("rtn(group_size=16)"), model)
     said = (
-        r"'four-bits'\) cannot hold model.layers.0.self_attn.q_proj, as int8 stores it: eight_bit.*'workbench'.* would"
+        r"'four-bits'\) cannot hold model.layers.0.self_attn.q_proj, as int8 stores it: eight_bit.*'workbench'.* works"
     )
     with pytest.raises(ValueError, match=said):
         check_save_format("four-bits", parse_recipe("int8"), model)

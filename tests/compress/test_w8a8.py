@@ -218,7 +218,7 @@ def test_kept_codes_reach_minus_128_and_scales_below_0():
         ("llm_int8(most=1.5)", r"`most` \(=1.5\) of llm_int8 must lie between 0 and 1"),
     ],
 )
-def test_recipes_that_do_not_compose_say_what_would_do(recipe, message):
+def test_recipes_that_do_not_compose_say_what_works(recipe, message):
     with pytest.raises(ValueError, match=message):
         settle(parse_recipe(recipe))
 

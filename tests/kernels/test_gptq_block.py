@@ -73,7 +73,7 @@ def test_error_feedback_beats_rounding():
     assert loss(codes.float()) < loss(rounded)
 
 
-def test_bad_arguments_say_what_would_do():
+def test_bad_arguments_say_what_works():
     W, U, scale, zero, group = operands()
     with pytest.raises(ValueError, match="`impl` \\(='gpu'\\)"):
         gptq_block(W, U, scale, zero, group, bits=4, impl="gpu")

@@ -38,7 +38,7 @@ def test_gram_of_nothing_and_bad_arguments():
         gram(torch.zeros(2, 3), impl="tf32")
 
 
-def test_gram_says_what_would_do():
+def test_gram_says_what_works():
     with pytest.raises(ValueError, match="floating-point"):
         gram(torch.zeros(2, 3, dtype=torch.int8))
     with pytest.raises(ValueError, match="`H` must be contiguous"):

@@ -150,7 +150,7 @@ def test_rotating_input_and_weight_changes_no_product():
     assert torch.allclose(hadamard(x) @ hadamard(W).T, x @ W.T, atol=1e-3)
 
 
-def test_bad_arguments_say_what_would_do():
+def test_bad_arguments_say_what_works():
     with pytest.raises(ValueError, match="not 92; near it: 88 and 96"):
         hadamard(torch.randn(2, 92))
     with pytest.raises(ValueError, match="not 0; near it: 1"):

@@ -347,7 +347,7 @@ def test_strides_and_empty_batches(layout):
     assert int_matmul(torch.zeros(2, 0, 64, dtype=dtype), w).shape == (2, 0, 64)
 
 
-def test_bad_arguments_say_what_would_do():
+def test_bad_arguments_say_what_works():
     codes, _, w, _ = make(64, 64, 32, 4, True)
     with pytest.raises(ValueError, match="`bits` \\(=7\\)"):
         pack(codes, w.scale, None, bits=7, group_size=32)

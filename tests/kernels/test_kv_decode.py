@@ -418,7 +418,7 @@ def test_native_op_says_what_it_cannot_take():
             torch.ops.workbench.kv_decode_native(q, *cache[:6], lengths, None, None, 16, 0, 1.0, 0.0, False, False, isa)
 
 
-def test_bad_arguments_say_what_would_do():
+def test_bad_arguments_say_what_works():
     q, cache, lengths = make()
     _, small, _ = make(bits=4, group=32)
     for message, call in {

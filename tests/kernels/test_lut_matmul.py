@@ -80,7 +80,7 @@ def test_strides_and_empty_batches():
     assert lut_matmul(torch.zeros(2, 0, 64, dtype=torch.bfloat16), w).shape == (2, 0, 24)
 
 
-def test_bad_arguments_say_what_would_do():
+def test_bad_arguments_say_what_works():
     codes, w, _ = make(24, 64)
     with pytest.raises(ValueError, match=r"`table` \(10,\) must be \[n\] or \[24, n\]"):
         pack_codebook(codes, torch.randn(10))

@@ -52,7 +52,7 @@ def test_cutlass_reads_the_same_weight(shape):
     assert relative_rms(sparse24_matmul(x, theirs), x.double() @ W.double().t()) < 1e-2
 
 
-def test_bad_arguments_say_what_would_do():
+def test_bad_arguments_say_what_works():
     with pytest.raises(ValueError, match="multiple of 4"):
         compress24(torch.zeros(3, 6))
     with pytest.raises(ValueError, match="more than two nonzeros in 2 of its 4"):

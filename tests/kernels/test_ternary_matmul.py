@@ -97,7 +97,7 @@ def test_the_op_survives_the_compiler():
     assert torch.allclose(y, x @ decode(w).t() + 1, atol=1e-5)
 
 
-def test_bad_arguments_say_what_would_do():
+def test_bad_arguments_say_what_works():
     w = written(drawn(4, 6, 0.5))
     with pytest.raises(ValueError, match=r"must end in in_features \(=6\)"):
         ternary_matmul(torch.ones(1, 4), w)

@@ -128,7 +128,7 @@ def test_walks_are_packed_and_found_again():
     assert w.codes.shape == (2, 5, 18) and torch.equal(decode(w), expected)
 
 
-def test_bad_arguments_say_what_would_do():
+def test_bad_arguments_say_what_works():
     w = Trellis(torch.zeros(1, 3, 12, dtype=torch.uint8), torch.ones(48), 2, 12, (48, 3))
     with pytest.raises(ValueError, match=r"must end in in_features \(=3\)"):
         trellis_matmul(torch.ones(1, 4), w)

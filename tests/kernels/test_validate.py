@@ -363,7 +363,7 @@ def test_a_failing_contestant_or_contest_is_a_note_or_an_error(monkeypatch, log)
     assert rows[1]["speedup"] is None
 
 
-def test_bad_arguments_say_what_would_do(capsys, tmp_path):
+def test_bad_arguments_say_what_works(capsys, tmp_path):
     for flags, words in (
         (["--ops", "nosuch"], "`--ops` (=nosuch)"),
         (["--ops", ""], "`--ops`"),

@@ -292,7 +292,7 @@ def test_strides_and_empty_batches(kind):
     assert w8a8_matmul(torch.randn(48), w).shape == (64,)
 
 
-def test_bad_arguments_say_what_would_do():
+def test_bad_arguments_say_what_works():
     w, x = quantize_weight(torch.randn(16, 64), INT8), torch.randn(2, 64)
     wrong = [
         ("in_features \\(=64\\)", lambda: w8a8_matmul(torch.randn(2, 63), w)),
