@@ -82,6 +82,7 @@ class Bench:
         self.baseline, self.tokenizer = load_model(given.model)
         record.rows.setdefault(BASELINE, Row(stored_bytes(self.baseline)))
         self.others = {name_of(path): path for path in given.others}
+        self.models: dict[str, nn.Module] = {}  # with `--in-memory`
         self.seconds: dict[str, float | None] = {}  # that each recipe of this run took
         self.sized: dict[str, tuple[str, float]] = {}  # recipe and megabytes of the rows that are a model made smaller
 
@@ -94,7 +95,7 @@ class Bench:
         """Compress what is not kept yet, and note bytes and seconds of every model."""
         rows = self.record.rows
         for recipe in tqdm(self.given.recipes, desc="recipes", unit="recipe"):
-            if recipe not in rows or not self.folder(recipe).is_dir():
+            if recipe not in rows or not self.is_kept(recipe):
                 model, seconds = self.compress(recipe)
                 rows.setdefault(recipe, Row(stored_bytes(model), seconds))
                 self.record.write(self.given.out)
@@ -117,7 +118,7 @@ class Bench:
         methods = settle(parse_recipe(recipe))  # a method may look at those behind it
         weights = [method for method in methods if method.stage not in AFTER_WEIGHTS or method.stores((64, 64))]
         first, then = ", ".join(map(str, weights)), methods[len(weights) :]
-        if not then or not any(method.stores((64, 64)) for method in weights):
+        if self.given.in_memory or not then or not any(method.stores((64, 64)) for method in weights):
             model, taken = load_model(self.given.model)[0], 0.0
             then = methods
         elif self.folder(first).is_dir():
@@ -127,9 +128,15 @@ class Bench:
         result = apply(then, model, self.batches() if any(method.needs_calibration for method in then) else None)
         seconds = None if taken is None else round(taken + result.seconds, 1)
         self.seconds[recipe] = seconds
-        if not self.folder(recipe).is_dir():
+        if self.given.in_memory:
+            self.models[recipe] = result.model
+        elif not self.folder(recipe).is_dir():
             save_compressed(result, self.folder(recipe), self.tokenizer)
         return result.model, seconds
+
+    def is_kept(self, recipe: str) -> bool:
+        """Is the model of a recipe in memory, or in its folder?"""
+        return recipe in self.models if self.given.in_memory else self.folder(recipe).is_dir()
 
     def batches(self) -> list[torch.Tensor]:
         given = self.given
@@ -146,7 +153,9 @@ class Bench:
         """A model by its row's name, whose linears multiply dequantised weights."""
         path = self.others.get(name)
         recipe, megabytes = self.sized.get(name, (name, None))
-        if path is None:
+        if recipe in self.models:
+            model = self.models[recipe]
+        elif path is None:
             model = load_compressed(self.folder(recipe), dtype=dtype)
             if megabytes is not None:
                 resize(model, megabytes)
@@ -274,6 +283,8 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--environments", type=Path, default=Path(".venv-interop"), help=environments)
     parser.add_argument("--at-once", type=int, default=4, help="models in memory, which share the baseline's pass")
     parser.add_argument("--keep", type=Path, default=Path("runs/bytes"), help="folder of compressed models and answers")
+    memory = "keep the models of recipes in memory, not saved, to score on texts alone"
+    parser.add_argument("--in-memory", action="store_true", help=memory)
     parser.add_argument("--out", type=Path, help="file for the JSON record")
     parser.add_argument("--write", type=Path, help="file for the note, with a figure beside it")
     return parser
@@ -301,6 +312,10 @@ def run(given: argparse.Namespace) -> Record:
         "new_tokens",
     )
     settings = {key: getattr(given, key) for key in fixed}
+    if given.in_memory and (given.tasks or given.speed_rounds or given.sizes):
+        raise ValueError(
+            "`--in-memory` is for texts: `--tasks`, `--speed-rounds` and `--sizes` need models that are saved"
+        )
     record = Record(settings, provenance(command(), "cpu", "float32", "float32"), {})
     if given.out and given.out.exists():
         record = Record.read(given.out)
