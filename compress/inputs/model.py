@@ -203,7 +203,7 @@ def decoder_config(model_name: str, folder: str, **more: str) -> PretrainedConfi
             raise ValueError(f"the `architectures` (={architectures!r:.80}) of its config.json must be a list of names")
     except Exception as error:  # a damaged file can lead to any error of the libraries that parse it
         said = first_line(error)
-        if not Path(folder).exists() and not hub_reachable():
+        if not Path(folder).exists() and not hub_reachable() and revision("models", folder) is None:
             said = "there is no folder of this name, and without a connection the hub cannot be asked for it"
         raise ValueError(
             f"`model_name` (={model_name!r}) is not there or cannot be read: {said}; {_what_would_do()}"

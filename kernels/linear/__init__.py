@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kernels.linear.onednn import product
+from kernels.linear.onednn import MANY, emulates, in_float32, product
 from kernels.registry import ran
 
 _torch_linear = F.linear
@@ -21,7 +21,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: str =
         x: [..., in], any floating dtype.
         weight: [out, in], same dtype.
         bias: [out] or None.
-        impl: "reference" (torch's own), "cpu" (oneDNN in full float32; no gradients) or "auto".
+        impl: "reference" (torch's own), "cpu" (oneDNN in full float32; no gradients) or "auto". "auto" also computes
+            16-bit products of many tokens in float32, where the processor has no instructions for them.
 
     Returns:
         [..., out]
@@ -33,6 +34,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: str =
         raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference' or 'cpu'")
     if impl == "cpu" and not _onednn_takes(x, weight):
         raise ValueError(f"`impl` (='cpu') needs float32 CPU tensors without gradients, not {x.dtype} on {x.device}")
+    if impl == "auto" and better_in_float32(x, weight):
+        ran("linear", "cpu float32")
+        return in_float32(x.contiguous(), weight.contiguous(), bias)
     if impl == "reference" or not _onednn_takes(x, weight):
         ran("linear", "reference")
         return _torch_linear(x, weight, bias)
@@ -40,11 +44,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: str =
     return product(x.contiguous(), weight.contiguous(), bias)
 
 
-def _onednn_takes(x: Tensor, weight: Tensor) -> bool:
+def better_in_float32(x: Tensor, weight: Tensor) -> bool:
+    """Are these 16-bit tensors of many tokens on a processor that only emulates their products?"""
+    return (
+        x.dtype in (torch.bfloat16, torch.float16)
+        and x.numel() >= MANY * x.shape[-1]
+        and _onednn_takes(x, weight, x.dtype)
+        and emulates(x.dtype)
+    )
+
+
+def _onednn_takes(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     return (
         not torch.compiler.is_compiling()  # the compiler has its own products, and cannot trace `is_available`
         and x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
+        and x.dtype == weight.dtype == dtype
         and x.numel() > 0
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         and torch.backends.mkldnn.is_available()

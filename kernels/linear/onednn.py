@@ -1,7 +1,31 @@
 """oneDNN's dense product on a CPU, with a plain weight or one that was laid out once. Needs only torch."""
 
+import platform
+from functools import cache
+
 import torch
 from torch import Tensor
+
+MANY = 128  # smallest number of tokens for which 16-bit weights are worth a cast to float32
+
+
+@cache
+def emulates(dtype: torch.dtype) -> bool:
+    """Does this processor lack the instructions for products in this 16-bit dtype? Known for x86 only.
+
+    oneDNN and torch then convert their operands again and again, and products of many tokens take up to three times as
+    long as those in float32.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    if dtype == torch.bfloat16:
+        return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def in_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] Wᵀ + bias of 16-bit tensors, computed in float32 and rounded once; weight: [out, in]."""
+    return product(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def lays_out(dtype: torch.dtype) -> bool:

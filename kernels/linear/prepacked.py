@@ -5,7 +5,8 @@ import copy
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from kernels.linear.onednn import lay_out, lays_out, product
+from kernels.linear import better_in_float32
+from kernels.linear.onednn import emulates, in_float32, lay_out, lays_out, product
 from kernels.registry import ran
 
 
@@ -16,9 +17,13 @@ class PrepackedLinear(nn.Module):
         """weight: [out, in]."""
         super().__init__()
         self.packed = lay_out(weight, tokens)
+        self.plain = weight.detach().contiguous() if emulates(weight.dtype) else None  # for prompts
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.plain is not None and better_in_float32(x, self.plain):
+            ran("linear", "cpu float32")
+            return in_float32(x.contiguous(), self.plain, self.bias)
         ran("linear", "cpu prepacked")
         return product(x, self.packed, self.bias)
 

@@ -15,7 +15,8 @@ from transformers import Cache
 
 from kernels import native
 from kernels.kv_decode import KV, kv_decode
-from kernels.linear.onednn import lay_out, lays_out, product
+from kernels.linear import better_in_float32
+from kernels.linear.onednn import in_float32, lay_out, lays_out, product
 from kernels.linear.rows import faster_than_onednn, products, rows_fit
 from kernels.prompt_attention import faster_than_torch, prompt_attention
 from kernels.registry import ran, recording
@@ -119,6 +120,9 @@ class DecoderForward:
         if rows_fit(weight, tokens) and faster_than_onednn(*weight.shape, tokens, weight.dtype):
             ran("linear", f"cpu {native.isa(x.dtype)}")
             return products(x, [weight], [linear.bias])[0]
+        if better_in_float32(x, weight):
+            ran("linear", "cpu float32")
+            return in_float32(x, weight, linear.bias)
         if not self._laid_out:
             return linear(x)
         if weight.data_ptr() not in self._dense:

@@ -325,7 +325,7 @@ def test_dtypes_are_each_models_own(endless, tokenizer):
         ({"prompts": [" "]}, "has no tokens"),
         (
             {"prompts": ["w7 " * 100], "new_tokens": 30},
-            r"`new_tokens` \(=30\) after a prompt of 100 tokens .* 128 positions; 28 would",
+            r"`new_tokens` \(=30\) after a prompt of 100 tokens .* 128 positions; 28 works",
         ),
     ],
 )

@@ -582,6 +582,7 @@ def test_samples_are_saved_a_line_a_question(scores, tmp_path):
                 "right",
                 "metrics",
                 "loglikelihoods",
+                "choices",
             }
             if task == "choice":
                 assert np.mean([line["right"] for line in lines]) == scores.metrics[model]["acc_norm_choice"]

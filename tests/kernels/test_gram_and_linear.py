@@ -8,7 +8,8 @@ from kernels import native
 from kernels.gram import gram, mirror_, symmetric
 from kernels.gram.cases import checks as gram_checks
 from kernels.linear import fast_linear, linear
-from kernels.linear.prepacked import prepack
+from kernels.linear.onednn import MANY, lays_out
+from kernels.linear.prepacked import PrepackedLinear, prepack
 from kernels.linear.rows import FEW, products
 from kernels.registry import recording
 
@@ -105,6 +106,30 @@ def test_linear_refuses_what_it_cannot_do():
         linear(torch.randn(1, 2), torch.randn(3, 2), impl="fast")
     with pytest.raises(ValueError, match="float32"):
         linear(torch.randn(1, 2).bfloat16(), torch.randn(3, 2).bfloat16(), impl="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_processors_without_16_bit_products_compute_those_of_many_tokens_in_float32(dtype, monkeypatch):
+    """Rounded once, also by a layer that is prepacked; products of few tokens, and those with gradients, are torch's."""
+    monkeypatch.setattr("kernels.linear.emulates", lambda _: True)
+    monkeypatch.setattr("kernels.linear.prepacked.emulates", lambda _: True)
+    layer = nn.Linear(48, 40).to(dtype).requires_grad_(False)
+    x = torch.randn(2, MANY // 2, 48).to(dtype)
+    exact = (x.double() @ layer.weight.double().T + layer.bias.double()).to(dtype)
+    ways = [lambda x: linear(x, layer.weight, layer.bias)]
+    if dtype == torch.bfloat16 and lays_out(dtype):
+        ways.append(PrepackedLinear(layer.weight, layer.bias))
+    for way in ways:
+        with recording() as ran:
+            y = way(x)
+        assert ran == {"linear": {"cpu float32"}} and y.dtype == dtype and y.shape == exact.shape
+        assert (y == exact).float().mean() > 0.99
+        with recording() as ran:
+            way(x[:, :-1])
+        assert "cpu float32" not in ran["linear"]
+    with recording() as ran, torch.enable_grad():
+        linear(x.requires_grad_(), layer.weight, layer.bias)
+    assert ran == {"linear": {"reference"}}
 
 
 def test_prepacked_model_computes_the_same(tiny, tokens):

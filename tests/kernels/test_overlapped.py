@@ -193,7 +193,7 @@ class Driver:
 
 driver.set_active(Driver())
 from kernels.packed_matmul import hopper, overlapped
-from kernels.packed_matmul.weight import Weight
+from kernels.packed_matmul.weight import PackedWeight
 
 kernel = overlapped.overlapped
 
@@ -208,6 +208,6 @@ for tokens, out, group_size, symmetric in ((64, 14336, 128, True), (33, 4096, 51
     groups, shape = 512 // group_size, (out, 512)
     zero = None if symmetric else torch.zeros(out, -(-groups // 8) * 4, dtype=torch.uint8)
     codes, scale = torch.zeros(out, 256, dtype=torch.uint8), torch.zeros(out, groups, dtype=torch.bfloat16)
-    w = Weight(codes, None, scale, zero, 4, group_size, shape)
+    w = PackedWeight(codes, None, scale, zero, 4, group_size, shape)
     hopper.matmul(torch.zeros(tokens, 512, dtype=torch.bfloat16), w, hopper.plans(w, tokens)[0])
 """

@@ -255,7 +255,7 @@ def test_a_run_of_other_code_is_stale_and_stays_until_it_is_asked_for_again(swee
     assert "1 stale" in status("s", runs=runs) and outcomes(["s"], runs)[0].shown_status == "finished (stale)"
     assert "finished (stale)" in write_index(runs).path.read_text()
     drawn = []
-    monkeypatch.setattr(pages, "render", lambda record, path: drawn.append(record["run"]) or Report(path))
+    monkeypatch.setattr(pages, "render", lambda record, path, *_: drawn.append(record["run"]) or Report(path))
     write_all(runs, [first.key])
     assert drawn[0]["stale"]
     assert run_sweep(path, runs=runs, stale=True)[0].status == "finished" and attempts(runs) != before

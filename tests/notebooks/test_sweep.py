@@ -353,7 +353,11 @@ def test_a_key_is_of_the_content_of_files(trivial, tmp_path):
 def test_a_plan_says_what_will_be_done(sweep, tmp_path):
     made = plan(sweep(grid={"number": [1, 2]}), runs=tmp_path / "runs")
     assert [row.does for row in made.rows] == ["run", "run"] and made.seconds is None
-    assert "number=1" in str(made) and "2 runs: 0 done, 2 to run, ?" in str(made) and "<table>" in made._repr_html_()
+    assert (
+        "number=1" in str(made)
+        and "2 runs: 0 done, 2 to run, about ? one after another" in str(made)
+        and "<table>" in made._repr_html_()
+    )
     assert not (tmp_path / "runs").exists(), "a plan writes nothing"
 
 

@@ -1,7 +1,6 @@
 """Which recipe a page says to take: within the loss that was asked for, beyond noise, by a name that tells it apart."""
 
 import copy
-import math
 from pathlib import Path
 
 import pytest
@@ -35,12 +34,12 @@ def test_smallest_is_within_the_loss_that_was_asked_for(weights):
     spots = plane_models(variants([weights]))[0].spots
     for loss in (0.06, 0.1, 0.2, 0.5, 1.5):
         first = decided(weights, loss=loss)[0].choices[0]
-        inside = [s for s in spots if not s.variant.baseline and s.effect.cost <= math.log1p(loss)]
+        inside = [s for s in spots if not s.variant.baseline and s.effect.cost <= loss]
         if not inside:
-            assert first.name == "" and first.purpose == f"No recipe has at most +{100 * loss:.3g} % perplexity"
+            assert first.name == "" and first.purpose == f"No recipe has a KL of at most {loss:.3g} nats per token"
             continue
         least = min(s.amount.value for s in inside) / 1e6
-        assert first.purpose.startswith(f"Smallest with at most +{100 * loss:.3g} % perplexity")
+        assert first.purpose.startswith(f"Smallest with a KL of at most {loss:.3g} nats per token")
         assert float(first.numbers.split(" MB")[0]) <= least * 1.005 + 0.05
 
 
@@ -74,16 +73,19 @@ def test_names_tell_the_models_of_every_published_page_apart(path):
     for one in made:
         named = [c.name for c in one.choices if c.name]
         assert all(len(name) <= 110 for name in named)
-        assert one.choices[0].purpose.startswith(("Smallest with at ", "No recipe has at "))
+        assert one.choices[0].purpose.startswith(("Smallest with a", "No recipe has a"))
 
 
 def test_pages_begin_with_the_decision(weights):
     text = compare_page([weights])
     first = text[text.index('<p class="verdict">') :].split("</p>")[0]
-    assert "No recipe has at most +5 % perplexity; most accurate: <b>#1 gptq(bits=4) + rtn(bits=8)</b>" in first
+    assert (
+        "No recipe has a KL of at most 0.05 nats per token; most accurate: <b>#1 gptq(bits=4) + rtn(bits=8)</b>"
+        in first
+    )
     assert text.index("runs finished") > text.index(first)
     text = compare_page([weights], allowed_loss=0.1)
-    assert "Smallest with at most +10 % perplexity, and most accurate: <b>#1 gptq" in text
+    assert "Smallest with a KL of at most 0.1 nats per token, and most accurate: <b>#1 gptq" in text
     cache = page(read_record(next(PUBLISHED.glob("kv-eviction-gemma3*.json"))))
     first = cache[cache.index('<p class="verdict">') :].split("</p>")[0]
     assert (

@@ -87,10 +87,12 @@ def _alone(scores: Any) -> Any:
 def _table(scores: Any) -> str:
     """The scores as text: a row per metric, with the change from the baseline."""
     from eval.record.metrics import metric_table
+    from eval.record.rows import typed
     from notebooks.batch.status import aligned
 
     models = [name for name, found in scores.metrics.items() if found]
-    table = metric_table(models, scores.metrics, scores.difference, scores.speed)
+    run = typed({"scores": scores.metrics, "difference": scores.difference, "speed": scores.speed})
+    table = metric_table(models, scores.metrics, run.counts)
     alone = len(table.models) == 1
     rows = [["", "value"] if alone else ["", *table.models, "change"]]
     for row in table.rows:
