@@ -168,6 +168,7 @@ def test_registers_written_in_flight_are_found_in_machine_code():
     assert overwritten_in_flight(loop.format(target=12, first=2, second=2)) == ["R56", "R72"]
 
 
+@pytest.mark.slow
 def test_the_compiler_takes_what_a_call_passes(tmp_path):
     """Triton's own way from a call to machine code, with a driver that only says which GPU it would be."""
     script = tmp_path / "warm.py"

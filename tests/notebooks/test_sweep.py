@@ -472,7 +472,7 @@ def test_a_recipe_may_read_a_file_that_its_sweep_makes(sweep, tmp_path):
         plan(sweep(text=text.replace("FILE", "other.safetensors")), runs=tmp_path / "runs")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_files_are_made_before_the_runs_that_read_them(sweep, tmp_path, capfd):
     import torch
 
@@ -488,6 +488,7 @@ def test_files_are_made_before_the_runs_that_read_them(sweep, tmp_path, capfd):
     assert "made first" not in str(plan(path, runs=runs, force=True)), "it is there"
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_leaves_no_file_and_starts_no_run(sweep, tmp_path):
     class Never:
         def run(self, jobs, stop):

@@ -39,6 +39,7 @@ class _Tracker(types.ModuleType):
         self.artifacts.append(Path(path).name)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_sent_to_a_tracker_that_was_asked_for(sweep, runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", tracker := _Tracker())
     path = sweep(include=[{"number": 1}, {"number": 2, "does": "1 / 0"}])
