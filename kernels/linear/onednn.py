@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 MANY = 128  # smallest number of tokens for which 16-bit weights are worth a cast to float32
+SLAB = 1 << 22  # weights that are cast at a time, 16 MB, so that a large head is never in memory in float32 as a whole
 
 
 @cache
@@ -25,7 +26,11 @@ def emulates(dtype: torch.dtype) -> bool:
 
 def in_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] Wᵀ + bias of 16-bit tensors, computed in float32 and rounded once; weight: [out, in]."""
-    return product(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    wide, y = x.float(), x.new_empty(*x.shape[:-1], weight.shape[0])
+    for start in range(0, len(weight), rows := max(1, SLAB // weight.shape[1])):
+        some = slice(start, start + rows)
+        y[..., some] = product(wide, weight[some].float(), None if bias is None else bias[some].float())
+    return y
 
 
 def lays_out(dtype: torch.dtype) -> bool:

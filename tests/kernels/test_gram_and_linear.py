@@ -113,6 +113,7 @@ def test_processors_without_16_bit_products_compute_those_of_many_tokens_in_floa
     """Rounded once, also by a layer that is prepacked; products of few tokens, and those with gradients, are torch's."""
     monkeypatch.setattr("kernels.linear.emulates", lambda _: True)
     monkeypatch.setattr("kernels.linear.prepacked.emulates", lambda _: True)
+    monkeypatch.setattr("kernels.linear.onednn.SLAB", 7 * 48)  # 40 rows in slabs of 7
     layer = nn.Linear(48, 40).to(dtype).requires_grad_(False)
     x = torch.randn(2, MANY // 2, 48).to(dtype)
     exact = (x.double() @ layer.weight.double().T + layer.bias.double()).to(dtype)
