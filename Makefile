@@ -65,9 +65,11 @@ bench: $(READY) compiler                 ## kernels against the strongest baseli
 gpu:                                     ## checks every kernel, then times it on this GPU, within nine minutes
 	PYTHONPATH=$(CURDIR)/.rivals:$$PYTHONPATH $(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m kernels.harness.validate --budget 540 --out $(GPU_OUT) $(GPU_FLAGS)
 
-# For a GPU machine without a network: kernels of others that are timed beside ours where they can be imported, and NVML.
-rivals:                                  ## gemlite and nvidia-ml-py into .rivals, 7 MB, to be copied with the checkout
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pip install -q --disable-pip-version-check --upgrade --no-deps --target .rivals gemlite==0.6.0.post2 nvidia-ml-py==13.615.71 tqdm
+# For a GPU machine without a network: kernels of others that are timed beside ours where they can be imported, NVML, and
+# greenlet for its Python 3.12. `sh seeds/peers/marlin.sh` adds Marlin.
+rivals:                                  ## the kit for such a machine in .rivals, 13 MB, to be copied with the checkout
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pip install -q --disable-pip-version-check --upgrade --no-deps --target .rivals gemlite==0.6.0.post2 humming-kernels==0.1.19 nvidia-ml-py==13.615.71 tqdm
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pip install -q --disable-pip-version-check --upgrade --no-deps --target .rivals --only-binary=:all: --implementation cp --python-version 3.12 --platform manylinux_2_24_x86_64 --platform manylinux_2_28_x86_64 greenlet
 
 # About two hours on two cores the first time, and 8 GB of disk: llama.cpp is built, and the environments of vLLM and
 # GPTQModel are large. INTEROP="--models smollm2-135m --formats gguf" does a part of it.

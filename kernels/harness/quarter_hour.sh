@@ -10,7 +10,8 @@
 # files of $OUT (runs/quarter_hour/out), also when the time is up.
 #
 #   OPS         ops to time, by value           CHECKED     ops to check (all of them)
-#   CHECKS_S, METHODS_S, MODEL_S, CONTESTS_S, SECOND_S     seconds of the parts; 0 leaves a part out
+#   CHECKS_S, METHODS_S, MODEL_S, GPTQ_S, SPEED_S, CONTESTS_S, SECOND_S     seconds of the parts; 0 leaves a part out
+#   MODEL_FLAGS, ONLY     further flags of kernels.harness.model, and the contests to time, as `validate --only` takes them
 #   RED         second: ops for compute-sanitizer; by default those that were red in the first command
 #   WORKBENCH_COMMIT    the commit, where the checkout was copied without its history
 set -u
@@ -45,7 +46,7 @@ collect() {  # the results so far, as a few files
         done >"$OUT/$name.part"
         mv "$OUT/$name.part" "$OUT/$name"
     done
-    [ -f "$WORK/parts/model.jsonl" ] && cp "$WORK/parts/model.jsonl" "$OUT/model.jsonl"
+    cat "$WORK"/parts/model.jsonl "$WORK"/parts/large.jsonl >"$OUT/model.jsonl" 2>/dev/null
     [ -d kernels/tuned ] && cat kernels/tuned/*.json >"$OUT/tuned.json" 2>/dev/null
     return 0
 }
@@ -103,10 +104,12 @@ first() {
     methods "${METHODS_S:-60}"
     if [ -f kernels/harness/model.py ]; then
         part model "${MODEL_S:-205}" "$PYTHON" -m kernels.harness.model --out "$WORK/parts/model.jsonl" \
-            --budget $((${MODEL_S:-205} > 20 ? ${MODEL_S:-205} - 15 : 5)) "$@"
+            --budget $((${MODEL_S:-205} > 20 ? ${MODEL_S:-205} - 15 : 5)) ${MODEL_FLAGS:-} "$@"
     fi
+    part gptq "${GPTQ_S:-0}" "$PYTHON" seeds/gpu_8b.py gptq --out "$WORK/parts/large.jsonl"
+    part speed "${SPEED_S:-0}" "$PYTHON" seeds/gpu_8b.py speed --out "$WORK/parts/large.jsonl"
     checks contests "${CONTESTS_S:-195}" --no-checks --one-process \
-        --ops "${OPS:-int_matmul,kv_decode,w8a8_matmul,w4a8_matmul,lut_matmul}" "$@"
+        --ops "${OPS:-int_matmul,kv_decode,w8a8_matmul,w4a8_matmul,lut_matmul}" ${ONLY:+--only "$ONLY"} "$@"
 }
 
 second() {

@@ -1,19 +1,17 @@
 """The checks of `int_matmul`, and the shapes on which it is timed."""
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.int_matmul import Packed, int_matmul, pack, panels_fit, tiles_fit, to_panels, to_tiles
+from kernels.int_matmul import Packed, int_matmul, pack, panels_fit, rivals, tiles_fit, to_panels, to_tiles
 from kernels.int_matmul.experts import cases as expert_cases
-from kernels.int_matmul.layout import unpack_bits
 from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lay_out, lays_out, product
-from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, TimedSizes, times
+from kernels.support.declarations import TOLERANCE, Check, Contest, TimedSizes, times
 from kernels.tuning import trying
 
 ROTATED = 256 << 20  # bytes of packed weights in rotation
@@ -198,11 +196,12 @@ def _gpu(
         name: lambda i: F.linear(x, dense[i]),
     }
     expected = {"triton": times(x, lambda: dequantize(small[0])), name: times(x, lambda: dense[0])}
+    tolerance: dict[str, float] = {}
     if bits == 4 and dtype != FP32 and tokens > 16 and (plan := overlapped(small[0], tokens)):
         contestants["overlapped"] = _by(plan, lambda i: int_matmul(x, small[i], impl="triton"), small[0], tokens)
         expected["overlapped"] = expected["triton"]
     if bits == 4 and dtype == BF16 and device.type == "cuda":
-        contestants |= _tinygemm(x, small, expected) | _gemlite(x, small, expected)
+        contestants |= rivals.contestants(x, small, expected, tolerance)
     goals = GOALS.get((bits, out), {})
     return Contest(
         op="int_matmul",
@@ -221,6 +220,7 @@ def _gpu(
         tune_key=key(small[0], tokens),
         candidates=candidates(small[0], tokens),
         expected=expected,
+        tolerance=tolerance,
     )
 
 
@@ -238,47 +238,6 @@ def _by(plan: dict, call: Callable, w: Packed, tokens: int) -> Callable:
 def _least(shape: tuple[int, int], tokens: int, bits: int, group_size: int) -> int:
     out, columns = shape
     return out * columns * bits // 8 + 2 * out * columns // group_size + 2 * tokens * (out + columns)
-
-
-def _tinygemm(x: Tensor, small: list[Packed], expected: dict[str, Expected]) -> dict[str, Callable[[int], object]]:
-    """torch's own int4 kernel, which torchao calls too, on the same bytes in its order: even columns in high halves."""
-    out, columns = small[0].shape
-    pair = torch.rand(columns // small[0].group_size, out, 2, device=x.device, dtype=x.dtype)
-    try:
-        packed = [torch.ops.aten._convert_weight_to_int4pack(w.codes, 8) for w in small]
-        torch.ops.aten._weight_int4pack_mm(x, packed[0], small[0].group_size, pair)
-    except RuntimeError:  # another GPU, another torch, or an unsupported shape
-        return {}
-
-    def W() -> Tensor:
-        codes = unpack_bits(small[0].codes, 4, columns).view(out, -1, 2).flip(-1).reshape(out, -1, small[0].group_size)
-        scale, zero = (t.t()[..., None].float() for t in pair.unbind(-1))  # [out, groups, 1]
-        return ((codes.float() - 8) * scale + zero).view(out, columns)
-
-    expected["tinygemm"] = times(x, W)
-    return {"tinygemm": lambda i: torch.ops.aten._weight_int4pack_mm(x, packed[i], small[i].group_size, pair)}
-
-
-def _gemlite(x: Tensor, small: list[Packed], expected: dict[str, Expected]) -> dict[str, Callable[[int], object]]:
-    if find_spec("gemlite") is None:
-        return {}
-    try:
-        from gemlite.core import DType, GemLiteLinearTriton
-
-        def layer(w: Packed):
-            made = GemLiteLinearTriton(
-                4, w.group_size, w.shape[1], w.shape[0], input_dtype=DType.BF16, output_dtype=DType.BF16
-            )
-            codes = unpack_bits(w.codes, 4, w.shape[1])
-            made.pack(codes, w.scale.view(-1, 1), torch.full_like(w.scale, 8).view(-1, 1), bias=None)
-            return made
-
-        layers = [layer(w) for w in small]
-        layers[0](x)
-    except Exception:  # other versions may raise anything; the contestant is then left out
-        return {}
-    expected["gemlite"] = times(x, lambda: dequantize(small[0]))
-    return {"gemlite": lambda i: layers[i](x)}
 
 
 @torch.no_grad()

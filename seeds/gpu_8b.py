@@ -1,0 +1,120 @@
+"""A model of 8 billion parameters on a GPU, as a user of the workbench compresses and times it.
+
+    python seeds/gpu_8b.py gptq --layers 2 --samples 128 --seqlen 2048      # seconds a layer, and peak memory
+    python seeds/gpu_8b.py speed --recipe "rtn(bits=4, group_size=128)"     # what the pages' measurement gives there
+
+The model has the shape of Llama-3.1-8B and random weights, which say nothing of accuracy; shapes, bytes and work are
+those of a real model. Each measurement is one line of JSON, which is written to `--out` as well. `--shape toy --device
+cpu` tries the same without a GPU. The time of GPTQ for the whole model is that of a layer, times the number of layers.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from compress import apply
+from eval.speed.speed import contestants, measure_speed
+from kernels.harness.model import SHAPES
+from kernels.harness.roofline import environment
+
+
+def random_model(shape: str, device: str, layers: int | None) -> PreTrainedModel:
+    """A model with random weights in bfloat16, with all its layers or with the first few."""
+    cls, make = SHAPES[shape]
+    config = make()
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return cls(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def gptq(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of a layer of GPTQ: of two sizes of model, the difference, so that what is done once does not count."""
+    seconds, peak = [], 0
+    for layers in (1, 1 + options.layers):
+        model = random_model(options.shape, options.device, layers)
+        batches = _texts(model, options.samples, options.seqlen)
+        _start(options.device)
+        began = time.perf_counter()
+        result = apply(options.recipe or "gptq(bits=4, group_size=128)", model, batches)
+        seconds.append(_stop(options.device) - began)
+        peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
+        kernels = result.kernels
+    layer = (seconds[1] - seconds[0]) / options.layers
+    whole = SHAPES[options.shape][1]().num_hidden_layers * layer
+    return {"seconds": seconds, "seconds_a_layer": layer, "seconds_whole_model": whole, "peak_bytes": peak,
+            "kernels": kernels}  # fmt: skip
+
+
+def speed(options: argparse.Namespace) -> dict[str, Any]:
+    """The measurement of speed that every page shows, of the original and of the compressed model."""
+    original = random_model(options.shape, options.device, None)
+    compressed = random_model(options.shape, options.device, None)
+    began = time.perf_counter()
+    result = apply(options.recipe or "rtn(bits=4, group_size=128)", compressed)
+    took = _stop(options.device) - began
+    variants = contestants({"baseline": original, "compressed": result.model}, compiled=options.compiled)
+    sizes = {"prompt_tokens": options.seqlen, "new_tokens": options.tokens, "rounds": options.rounds}
+    speeds = measure_speed(variants, batch=options.batch, **sizes)
+    return {"apply_seconds": took, "bits_per_weight": result.bits_per_weight} | {
+        name: asdict(one) for name, one in speeds.items()
+    }
+
+
+def _texts(model: PreTrainedModel, samples: int, seqlen: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return list(torch.randint(model.config.vocab_size, (samples, 1, seqlen), generator=generator))
+
+
+def _start(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _stop(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("measurement", choices=("gptq", "speed"))
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="llama-8b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--recipe", default="")
+    parser.add_argument("--layers", type=int, default=2, help="gptq: layers beyond the first")
+    parser.add_argument("--samples", type=int, default=128, help="gptq: calibration texts")
+    parser.add_argument("--seqlen", type=int, default=2048, help="tokens of a calibration text; speed: of the prompt")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=64, help="speed: new tokens")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--compiled", action="store_true", help="speed: compile the pass over the prompt")
+    parser.add_argument("--out", type=Path, default=None, help="file of JSON lines, to which this one is added")
+    options = parser.parse_args()
+    line = {"measurement": options.measurement, "arguments": sys.argv[1:]}
+    line |= gptq(options) if options.measurement == "gptq" else speed(options)
+    line["environment"] = environment(torch.device(options.device))
+    text = json.dumps(line)
+    print(text, flush=True)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        with options.out.open("a") as out:
+            out.write(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
