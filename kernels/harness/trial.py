@@ -189,7 +189,7 @@ def contests(
 
 def warm(log: Log, device: torch.device, toy: bool, part: tuple[int, int], tune: bool, asked: TimedSizes = OWN) -> None:
     """Call everything to be timed once, so that several processes compile and cache it in parallel."""
-    for index, contest, _ in _numbered(log, device, toy, asked):
+    for index, contest, _ in _numbered(log, device, toy, replace(asked, rivals=False)):
         if log.left() <= 0:
             break
         if index % part[1] == part[0]:

@@ -137,19 +137,19 @@ def _check(name: str, x: Tensor, w: Packed, W: Tensor, plan: dict | None = None)
 
 def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     if toy and triton_takes(device):
-        yield _gpu(device, (96, 256), 2, 4, 128, asked.dtype, 2)
-        yield _gpu(device, (96, 256), 20, 4, 128, asked.dtype, 2)
+        yield _gpu(device, (96, 256), 2, 4, 128, asked, 2)
+        yield _gpu(device, (96, 256), 20, 4, 128, asked, 2)
         yield expert_cases.contest(device, 4, (48, 256), 6, asked.dtype, 2)
     elif toy:
         yield from _cpu((128, 256), 1, asked.dtype)
     elif device.type == "cuda":
         for shape in asked.shapes or ((14336, 4096), (4096, 4096)):
             for tokens in asked.tokens or (1, 16, 64, 256, 2048):
-                yield _gpu(device, shape, tokens, 4, group_size_of(shape[1], 128), asked.dtype)
+                yield _gpu(device, shape, tokens, 4, group_size_of(shape[1], 128), asked)
         for shape in asked.shapes or ((14336, 4096),):
             for bits in (8, 3, 2):
                 for tokens in asked.tokens or (1, 16):
-                    yield _gpu(device, shape, tokens, bits, group_size_of(shape[1], 128), asked.dtype)
+                    yield _gpu(device, shape, tokens, bits, group_size_of(shape[1], 128), asked)
         if not asked.shapes:
             for pairs in (8, 128, 4096):  # 1, 16 and 512 tokens, 8 experts each, of a layer of Qwen3-30B-A3B
                 yield expert_cases.contest(device, 128, (1536, 2048), pairs, asked.dtype)
@@ -174,12 +174,12 @@ def _gpu(
     tokens: int,
     bits: int,
     group_size: int,
-    dtype: torch.dtype,
+    asked: TimedSizes,
     copies: int | None = None,
 ) -> Contest:
     from kernels.int_matmul.triton import candidates, key, overlapped
 
-    out, columns = shape
+    (out, columns), dtype = shape, asked.dtype
     copies = copies or min(MOST, max(2, -(-ROTATED // (out * columns * bits // 8))))
     x = torch.randn(tokens, columns, device=device, dtype=dtype)
 
@@ -200,7 +200,8 @@ def _gpu(
     if bits == 4 and dtype != FP32 and tokens > 16 and (plan := overlapped(small[0], tokens)):
         contestants["overlapped"] = _by(plan, lambda i: int_matmul(x, small[i], impl="triton"), small[0], tokens)
         expected["overlapped"] = expected["triton"]
-    if bits == 4 and dtype == BF16 and device.type == "cuda":
+    wanted = asked.rivals and asked.wants(f"int_matmul W4 g{group_size} {out}x{columns} M={tokens}")
+    if wanted and bits == 4 and dtype == BF16 and device.type == "cuda":
         contestants |= rivals.contestants(x, small, expected, tolerance)
     goals = GOALS.get((bits, out), {})
     return Contest(

@@ -1,17 +1,21 @@
 """Other libraries' kernels for 4-bit weights on a GPU, as contestants of `int_matmul`.
 
 They are timed where they can be imported: tinygemm, which is in torch, gemlite and Humming (`make rivals`), and Marlin
-(`seeds/peers/marlin.sh` compiles it). A library that cannot run here is left out, and standard error says why.
+(`seeds/peers/marlin.sh` compiles it). A library that cannot run here is left out, and standard error says why. Each
+one is tried in a process of its own first (`python -m kernels.int_matmul.rivals NAME`), because after a fault in one
+kernel no other one runs in the same process.
 """
 
+import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
-from kernels.int_matmul import Packed
+from kernels.int_matmul import Packed, pack
 from kernels.int_matmul.layout import unpack_bits
 from kernels.int_matmul.reference import dequantize
 from kernels.support.declarations import Expected, times
@@ -26,13 +30,8 @@ def contestants(
 ) -> dict[str, Call]:
     """name -> a call with the index of a weight, for x [tokens, in] in bfloat16; adds what is expected of each."""
     calls: dict[str, Call] = {}
-    for name, module, make in (
-        ("tinygemm", "torch", _tinygemm),
-        ("gemlite", "gemlite", _gemlite),
-        ("marlin", "marlin", _marlin),
-        ("humming", "humming", _humming),
-    ):
-        if find_spec(module) is None:
+    for name, make in MAKERS.items():
+        if not _runs(name):
             continue
         try:
             call, expected[name] = make(x, weights)
@@ -115,3 +114,39 @@ def _humming(x: Tensor, weights: list[Packed]) -> tuple[Call, Expected]:
 
     layers = [layer() for _ in weights]
     return lambda i: layers[i](x), times(x, lambda: W)
+
+
+MAKERS = {"tinygemm": _tinygemm, "gemlite": _gemlite, "marlin": _marlin, "humming": _humming}
+
+
+@cache
+def _runs(name: str) -> bool:
+    """Does this library's kernel run on this GPU without an error?"""
+    if name == "tinygemm":
+        return True
+    if find_spec(name) is None:
+        return False
+    command = [sys.executable, "-m", "kernels.int_matmul.rivals", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        why = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        why = "no result within 60 s"
+    if why:
+        print(f"{name} is left out: {why}", file=sys.stderr)
+    return not why
+
+
+def main() -> None:
+    """Run one library's kernel once, for one token and for 64."""
+    for tokens in (1, 64):
+        x = torch.randn(tokens, 512, device="cuda", dtype=BF16)
+        codes = torch.randint(0, 16, (1024, 512), device="cuda", dtype=torch.uint8)
+        scale = torch.rand(1024, 4, device="cuda", dtype=BF16)
+        call, _ = MAKERS[sys.argv[1]](x, [pack(codes, scale, None, bits=4, group_size=128)])
+        call(0)
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

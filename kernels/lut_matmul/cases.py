@@ -35,6 +35,7 @@ def checks(device: torch.device) -> list[Check]:
         ("8", 21, 192, 64, (3,), BF16),
         ("8 a row", 5, 7, None, (2,), FP16),
         ("NF4", 48, 256, 64, (600,), BF16),
+        ("16 a row", 21, 264, None, (130,), FP16),
         ("NF4", 32, 128, 64, (0,), BF16),
     )
     if device.type == "cuda":  # loops over all columns and several blocks of tokens take too long in the interpreter

@@ -28,6 +28,7 @@ from kernels.packed_matmul.weight import MAGIC, TYPES, PackedWeight  # noqa: E40
 from kernels.tuning import Compilation, configuration  # noqa: E402
 
 CROSSOVER = 512  # number of tokens from which the heuristic dequantises and calls cuBLAS
+CROSSOVER_OF_TABLES = 128  # the same for tables, whose look-ups in registers cost `large_batch` more
 SLAB = 32 << 20  # bytes dequantised at a time: cuBLAS finds them in the L2 cache (60 MB on an H200)
 TABLE_MAGIC = 0x32103210  # the identity selector of PRMT, in both halves of a word: see `look_up`
 TABLE_OF_PAIRS = 32 << 10  # bytes of shared memory
@@ -74,7 +75,8 @@ def short(dtype: torch.dtype) -> str:
 def heuristic(w: PackedWeight, tokens: int) -> dict:
     """The configuration for cases without measurements; its "kind" names the kernel."""
     out, cut, processors = w.shape[0], blocks(w), multiprocessors(w.codes.device)
-    if cut is None or tokens >= CROSSOVER or (cut.word_scales and tokens > 16):
+    crossover = CROSSOVER if w.table is None else CROSSOVER_OF_TABLES
+    if cut is None or tokens >= crossover or (cut.word_scales and tokens > 16):
         return DEQUANTISE
     if tokens <= 16:
         block_n = 32 if out >= 32 * 2 * processors else 16
@@ -343,8 +345,7 @@ def dequantise_rows(w: PackedWeight, first: int, out: Tensor) -> None:
 
 def _in_words(w: PackedWeight) -> bool:
     """Can `dequantise` read the codes word by word?"""
-    whole = 32 % w.bits == 0 and w.codes.shape[1] % 4 == 0 and w.group_size % (32 // w.bits) == 0
-    return whole and w.table is None
+    return 32 % w.bits == 0 and w.codes.shape[1] % 4 == 0 and w.group_size % (32 // w.bits) == 0
 
 
 def reordered(x: Tensor, cut: Blocks, w: PackedWeight) -> Tensor:

@@ -288,8 +288,8 @@ def dequantise(
 ):
     """out[n - first, k] = W[n, k] for rows first <= n < end, in float32, rounded once; any bits, any group.
 
-    WORDS: codes are int32 [N, row_size], the bits divide 32, no word holds two groups, and there is no table. Otherwise
-    codes are uint8 [N, row_size]. A table is read from the L1 cache; row n's begins at n * table_stride.
+    WORDS: codes are int32 [N, row_size], the bits divide 32, and no word holds two groups. Otherwise codes are uint8
+    [N, row_size]. A table is read from the L1 cache; row n's begins at n * table_stride.
     """
     n = first + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row = tl.minimum(n, end - 1).to(tl.int64)[:, None]
@@ -312,7 +312,11 @@ def dequantise(
         code = (code >> start) & ((1 << BITS) - 1)
         group, known = k // group_size, inside
     if table is not None:
-        w = tl.load(table + row * table_stride + code, mask=inside, other=0.0).to(tl.float32)
+        entries = table + row * table_stride
+        if WORDS:
+            w = tl.load(entries[:, :, None] + code).to(tl.float32)
+        else:
+            w = tl.load(entries + code).to(tl.float32)
     else:
         w = (code - (1 << (BITS - 1))).to(tl.float32)
     if zero is not None:

@@ -31,12 +31,14 @@ class TimedSizes:
     tokens: rows of x; empty: the op's own.
     dtype:  of the activations.
     only:   lists of words; a contest is timed if its name has all words of one list; empty: all are timed.
+    rivals: whether other libraries' kernels take part; making their weights takes seconds.
     """
 
     shapes: tuple[tuple[int, int], ...] = ()
     tokens: tuple[int, ...] = ()
     dtype: torch.dtype = torch.bfloat16
     only: tuple[tuple[str, ...], ...] = ()
+    rivals: bool = True
 
     def wants(self, name: str) -> bool:
         """Was a contest of this name ("int_matmul W4 g128 14336x4096 M=1") requested?"""

@@ -9,13 +9,16 @@ CLONE=${1:-.rivals/marlin-source}
 [ -d "$CLONE" ] || git clone --depth 1 https://github.com/IST-DASLab/marlin "$CLONE"
 mkdir -p .rivals
 cat >.rivals/marlin_one_function.cu <<'CUDA'
-#include "marlin/marlin_cuda_kernel.cu"
+#include "marlin_kernel.cu"
 extern "C" int marlin_mul(const void* A, const void* B, void* C, void* s, int m, int n, int k, void* workspace, int group,
                           int device, void* stream) {
   return marlin_cuda(A, B, C, s, m, n, k, workspace, group, device, static_cast<cudaStream_t>(stream), -1, -1, -1, 16);
 }
 CUDA
-nvcc -O3 -std=c++17 -arch=sm_90 --expt-relaxed-constexpr -w -Xcompiler -fPIC -shared -cudart static -I "$CLONE" \
+# A copy with a cache hint (`createpolicy` ... `L2::cache_hint`) is an illegal instruction on Hopper; the plain copy does the same.
+sed 's/cp\.async\.cg\.shared\.global\.L2::cache_hint \[%0\], \[%1\], %2, p;/cp.async.cg.shared.global [%0], [%1], %2;/; /createpolicy/d' \
+    "$CLONE/marlin/marlin_cuda_kernel.cu" >.rivals/marlin_kernel.cu
+nvcc -O3 -std=c++17 -arch=sm_90 --expt-relaxed-constexpr -w -Xcompiler -fPIC -shared -cudart static -I .rivals \
     .rivals/marlin_one_function.cu -o .rivals/libmarlin.so
 rm -rf .rivals/marlin && cp -r "$CLONE/marlin" .rivals/marlin
 cat >.rivals/marlin_cuda.py <<'PYTHON'
@@ -36,4 +39,4 @@ def mul(A, B, C, s, workspace, *_):
     if code:
         raise RuntimeError(f"Marlin does not take {m} x {n} x {k} (code {code})")
 PYTHON
-rm -rf .rivals/marlin_one_function.cu
+rm -f .rivals/marlin_one_function.cu .rivals/marlin_kernel.cu
