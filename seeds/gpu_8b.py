@@ -9,6 +9,7 @@ cpu` tries the same without a GPU. The time of GPTQ for the whole model is that 
 """
 
 import argparse
+import faulthandler
 import json
 import sys
 import time
@@ -103,7 +104,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compiled", action="store_true", help="speed: compile the pass over the prompt")
     parser.add_argument("--out", type=Path, default=None, help="file of JSON lines, to which this one is added")
+    parser.add_argument("--limit", type=float, default=0, help="seconds after which it ends, and says where it was")
     options = parser.parse_args()
+    if options.limit:
+        faulthandler.dump_traceback_later(options.limit, exit=True)
     line = {"measurement": options.measurement, "arguments": sys.argv[1:]}
     line |= gptq(options) if options.measurement == "gptq" else speed(options)
     line["environment"] = environment(torch.device(options.device))

@@ -107,7 +107,7 @@ first() {
             --budget $((${MODEL_S:-205} > 20 ? ${MODEL_S:-205} - 15 : 5)) ${MODEL_FLAGS:-} "$@"
     fi
     part gptq "${GPTQ_S:-0}" "$PYTHON" seeds/gpu_8b.py gptq --out "$WORK/parts/large.jsonl"
-    part speed "${SPEED_S:-0}" "$PYTHON" seeds/gpu_8b.py speed --out "$WORK/parts/large.jsonl"
+    part speed "${SPEED_S:-0}" "$PYTHON" seeds/gpu_8b.py speed --limit $((${SPEED_S:-0} > 20 ? ${SPEED_S:-0} - 10 : 10)) --out "$WORK/parts/large.jsonl"
     checks contests "${CONTESTS_S:-195}" --no-checks --one-process \
         --ops "${OPS:-int_matmul,kv_decode,w8a8_matmul,w4a8_matmul,lut_matmul}" ${ONLY:+--only "$ONLY"} "$@"
 }
