@@ -8,7 +8,7 @@ $ workbench compare quickstart          # writes a page; of two runs it also giv
 $ workbench report                      # writes all pages again: runs/index.html, comparisons, papers
 
 `notebooks.batch.verbs` has the verbs about models, data and finished runs: compress, eval, chat, export, list, compare,
-table, data.
+repeat, table, data.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from notebooks.batch.verbs import chat, compare, completion, compress, data, listing, score, table
+from notebooks.batch.verbs import chat, compare, completion, compress, data, listing, repeat, score, table
 from notebooks.study.parameters import bounded, from_here, parse_value, read_parameters, type_name
 
 DISTRIBUTION = "model-compression-workbench"
@@ -78,9 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     run = command("run", _run, "execute a notebook, or the runs of a sweep that are not finished", what)
     resume = command("resume", _resume, "continue a sweep that was interrupted", ("sweep", sweep))
     compressed = compress.declare(command)
-    compressed.set_defaults(does=_compress, timeout=None, cell_timeout=None, parallel=None, engine="local", slurm=[])
-    compressed.set_defaults(address="", trust=[])
-    for one in (planned, run, compressed):
+    compressed.set_defaults(does=_compress)
+    repeated = repeat.declare(command)
+    repeated.set_defaults(does=_repeat, force=False, stale=True, gpus=None)
+    for one in (compressed, repeated):
+        one.set_defaults(timeout=None, cell_timeout=None, parallel=None, engine="local", slurm=[], address="", trust=[])
+    for one in (planned, run, compressed, repeated):
         one.add_argument(
             "-p",
             "--parameter",
@@ -238,6 +241,22 @@ def _compress(options: argparse.Namespace) -> int:
     if status == 0:
         compress.complete(planned, runs)
     return status
+
+
+def _repeat(options: argparse.Namespace) -> int:
+    from eval.record.rows import typed
+    from eval.record.schema import read_record
+    from notebooks.batch.status import folder_of
+
+    options.what, recorded = repeat.command_of(options.record)
+    options.parameter = recorded + options.parameter  # the last value of a name counts
+    sweep, runs = _planned(options), _runs(options)
+    if status := _execute(sweep, options):
+        return status
+    again = read_record(folder_of(sweep.runs[0], runs) / "record.json")
+    rows = repeat.compared(typed(read_record(Path(options.record))), typed(again))
+    print(repeat.table(rows))
+    return repeat.status_of(rows)
 
 
 def _resume(options: argparse.Namespace) -> int:
