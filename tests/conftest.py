@@ -18,6 +18,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # each of a hundred processes would compile torch and transformers
+    sys.dont_write_bytecode = False
 if (
     "PYTEST_XDIST_WORKER" in os.environ
 ):  # several at once: threads of several processes on the same cores wait for one another
