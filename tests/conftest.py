@@ -60,6 +60,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [*long[::2], *short[:middle], *long[1::2], *short[middle:]]
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # nor are the tests and what they import, by the models that collect garbage before they are measured
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
