@@ -7,6 +7,9 @@ TESTS  := $(VENV)/.ready-for-tests
 GPU_OUT ?= $(or $(OUT),runs/gpu)
 APT    := $(shell test "$$(id -u)" = 0 && echo apt-get || echo sudo apt-get)
 
+# Containers set it, and every process would compile torch and transformers anew, which takes six seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 # uv where it is there, unless pip is configured to look for packages elsewhere, which uv would not read. pip compiles no
 # bytecode ahead: Python does that for the few modules that are imported.
 UV      = $(shell command -v uv >/dev/null && ! $(PYTHON) -m pip config list 2>/dev/null | grep -Eq '(index|links|constraint)' && echo yes)

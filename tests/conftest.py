@@ -18,6 +18,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # each of a hundred processes would compile torch and transformers
+    sys.dont_write_bytecode = False
 if (
     "PYTEST_XDIST_WORKER" in os.environ
 ):  # several at once: threads of several processes on the same cores wait for one another
@@ -56,6 +58,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     short = [item for item in items if not item.get_closest_marker("long")]
     middle = len(short) // 2
     items[:] = [*long[::2], *short[:middle], *long[1::2], *short[middle:]]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # nor are the tests and what they import, by the models that collect garbage before they are measured
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,8 @@ from pathlib import Path
 LENGTH = 8  # bytes of a request's length, which comes first; 0: a lease, for which the process stays until it is closed
 NEEDED_FIRST = ("papermill.cli", "papermill.engines", "nbclient", "jupyter_client.asynchronous", "click")
 NEEDED = (
-    "ipykernel.kernelapp", "ipykernel.ipkernel", "matplotlib_inline.backend_inline", "ipywidgets", "torch",
+    "ipykernel.kernelapp", "ipykernel.ipkernel", "ipykernel.debugger", "IPython.core.completerlib",
+    "IPython.core.debugger", "IPython.core.oinspect", "IPython.extensions.storemagic", "matplotlib_inline.backend_inline", "ipywidgets", "torch",
     "torch.distributed", "transformers.models.llama.modeling_llama", "transformers.models.llama.tokenization_llama",
     "transformers.generation.utils", "compress", "compress.apply", "compress.recipe", "compress.inputs.gguf",
     "compress.walk.streaming", "compress.checkpoint.save", "eval.evaluate",
@@ -105,6 +106,7 @@ def _import_all() -> None:
     from types import SimpleNamespace
 
     sys.modules["rfc3987_syntax"] = None  # two seconds of a grammar that no notebook's schema asks for
+    sys.modules["debugpy"] = None  # every kernel would import it, for a debugger that nobody asks for
     for name in NEEDED_FIRST:
         importlib.import_module(name)
     for name in ("tqdm.auto", "tqdm.autonotebook"):

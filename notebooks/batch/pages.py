@@ -22,6 +22,7 @@ from kernels.support.source import code_sha256
 from notebooks.batch.job import is_stale, state
 from notebooks.batch.run_folder import FAILURE, RunFolder
 from notebooks.batch.status import kept_sweep, run_folders, sweep_folder, sweep_name
+from notebooks.batch.sweep.loader import FAST
 from notebooks.study.identity import ROOT, packages_code
 from notebooks.study.parameters import read_parameters
 from reports.compare.compare import Leaderboard, Verdict, compare_two, leaderboard, render_comparison
@@ -222,7 +223,7 @@ def _title(sweep: str, runs: Path) -> str:
 def write_papers(runs: Path) -> Report:
     """runs/papers.html: the ledger of papers, with links to published records and to the finished runs of each
     command."""
-    entries = yaml.safe_load((ROOT / "seeds" / "papers.yml").read_text(encoding="utf-8"))
+    entries = yaml.load((ROOT / "seeds" / "papers.yml").read_text(encoding="utf-8"), FAST)
     return render_papers(
         entries, runs / "papers.html", records=_records_of_commands(runs), root=os.path.relpath(ROOT, runs)
     )

@@ -82,8 +82,18 @@ def sweep(trivial):
 
 
 @pytest.fixture
-def runs(tmp_path) -> Path:
-    """The folder of the test's runs, of which nothing may be alive when it ends."""
+def plain_processes():
+    """Before `runs`: workers and kernels are processes of their own, as a user's are."""
+
+
+@pytest.fixture
+def runs(tmp_path, request, monkeypatch) -> Path:
+    """The folder of the test's runs, of which nothing may be alive when it ends. Their workers and kernels are forked
+    (see `warm.py`), unless the test asks for plain processes."""
+    if "plain_processes" not in request.fixturenames:
+        (*_, address), variables = request.getfixturevalue("forked")
+        for name, value in (variables | {"FORKED_WORKERS": address}).items():
+            monkeypatch.setenv(name, value)
     yield tmp_path / "runs"
     assert not marked(place_of(tmp_path / "runs")), "something of a run is still alive"
 

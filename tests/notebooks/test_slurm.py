@@ -212,7 +212,9 @@ def test_a_run_has_as_many_gpus_as_it_asks_for(sweep, runs, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_preempted_job_ends_without_a_result_and_goes_on_when_it_is_queued_again(sweep, runs, tmp_path):
+def test_a_preempted_job_ends_without_a_result_and_goes_on_when_it_is_queued_again(
+    plain_processes, sweep, runs, tmp_path
+):
     """As SLURM does it: SIGTERM, and then the same job once more, at first beside the lease of the attempt before."""
     path = sweep(grid={"number": [3]}, base={"does": WAITS.format(place=str(tmp_path))})
     (run,) = read_sweep(path).runs
