@@ -10,6 +10,7 @@ import pytest
 
 from compress import METHODS, apply, load_model, save_compressed
 from eval.record.schema import read_record
+from eval.text import windows
 from notebooks.batch import cli
 from notebooks.batch.cli import main
 from notebooks.batch.leases import take
@@ -89,13 +90,31 @@ def test_a_saved_model_is_scored_against_its_original(saved, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
-def test_a_model_of_unknown_origin_is_scored_alone(plain, tmp_path, capsys):
-    assert main(["eval", str(plain), *BRIEF, "--out", str(tmp_path / "scores")]) == 0
+def test_a_model_of_unknown_origin_is_scored_alone(plain, tmp_path, capsys, monkeypatch):
+    """Once: there is no second pass over the text, and no copy that is timed or weighed as a baseline."""
+    passes = []
+    monkeypatch.setattr(windows, "predictions", lambda *args, true=windows.predictions: passes.append(0) or true(*args))
+    assert main(["eval", str(plain), *BRIEF[:-1], "1", "--out", str(tmp_path / "scores")]) == 0
     said = capsys.readouterr()
     assert "Perplexity on pydocs" in said.out and "KL" not in said.out and "names no original" in said.err
+    assert "There is no baseline" in said.out and len(passes) == 1
+    record = read_record(tmp_path / "scores" / "record.json")
+    assert record["scores"]["baseline"] == {} == record["difference"] and list(record["speed"]) == ["compressed"]
+    assert record["scores"]["compressed"]["bits_per_weight"] == pytest.approx(16, abs=0.1)
+    assert "There is no baseline" in (tmp_path / "scores" / "report.html").read_text()
     (plain / "README.md").write_text("---\nbase_model: tiny\n---\n# A model\n")
     assert main(["eval", str(plain), *BRIEF]) == 0
     assert "KL to the baseline on pydocs" in capsys.readouterr().out, "its card names the original"
+
+
+def test_a_baseline_that_reads_other_tokens_is_refused(plain, saved, capsys):
+    tokenizer = json.loads((plain / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    one, other = list(words)[:2]
+    words[one], words[other] = words[other], words[one]
+    (plain / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert main(["eval", str(saved), *BRIEF, "--baseline", str(plain)]) == 2
+    assert "its tokens are not those of" in capsys.readouterr().err
 
 
 def test_runs_are_listed_filtered_and_deleted(sweep, runs, capsys, monkeypatch):
