@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from compress import METHODS, apply, load_model, save_compressed
+from eval.record.manifest import seal
 from eval.record.schema import read_record
 from eval.text import windows
 from notebooks.batch import cli
@@ -147,6 +149,25 @@ def test_runs_are_listed_filtered_and_deleted(sweep, runs, capsys, monkeypatch):
     assert f"{done} is running" in said.err and place.complete() and not (runs / f"{failed}.failed").exists()
     assert main([*here, "--delete", done]) == 0 and not place.folder.exists()
     assert done not in (runs / "index.html").read_text()
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_only_runs_are_deleted(record, saved, tmp_path, capsys):
+    """In a folder that is not one of runs: a saved model with its record, and a page of another program."""
+    model, page = tmp_path / "here" / "model", tmp_path / "here" / "page"
+    shutil.copytree(saved, model)
+    page.mkdir()
+    (page / "manifest.json").write_text('{"name": "a page", "icons": []}')
+    seal(model, {"key": "model", "save_format": "workbench"})
+    if record:
+        source = next((ROOT / "reports" / "published").glob("gptq-smollm2-135m*.json"))
+        for folder in (model, page):
+            shutil.copy(source, folder / "record.json")
+    before = sorted(path.name for path in (tmp_path / "here").rglob("*"))
+    for name in ("model", "page"):
+        assert main(["list", "--runs", str(tmp_path / "here"), "--delete", "--yes", name]) == 1
+        assert f"{name} is no run" in capsys.readouterr().err
+    assert set(before) <= {path.name for path in (tmp_path / "here").rglob("*")}
 
 
 def test_data_that_a_sweep_needs_are_found_or_missed(tmp_path, monkeypatch, capsys):
