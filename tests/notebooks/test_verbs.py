@@ -20,6 +20,7 @@ from notebooks.batch.plan import run_sweep
 from notebooks.batch.processes import mark
 from notebooks.batch.run_folder import RunFolder
 from notebooks.batch.verbs import completion
+from notebooks.batch.verbs.compress import complete
 
 ROOT = Path(__file__).resolve().parents[2]
 BRIEF = ["--max-windows", "1", "--window", "64", "--speed-rounds", "0"]
@@ -168,6 +169,19 @@ def test_only_runs_are_deleted(record, saved, tmp_path, capsys):
         assert main(["list", "--runs", str(tmp_path / "here"), "--delete", "--yes", name]) == 1
         assert f"{name} is no run" in capsys.readouterr().err
     assert set(before) <= {path.name for path in (tmp_path / "here").rglob("*")}
+
+
+def test_the_page_is_put_beside_a_model_in_the_home_folder(tmp_path, monkeypatch, capsys):
+    """The shell leaves the tilde of --out=~/mine to us."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (run := tmp_path / "runs" / "key").mkdir(parents=True)
+    shutil.copy(next((ROOT / "reports" / "published").glob("recipe-*.json")), run / "record.json")
+    (run / "report.html").write_text("a page")
+    values = {"save_path": "~/mine", "save_format": "workbench", "recipe": "rtn", "model_name": "tiny"}
+    complete(types.SimpleNamespace(values=values, key="key"), tmp_path / "runs")
+    assert (tmp_path / "home" / "mine" / "report.html").is_file() and not (tmp_path / "~").exists()
+    assert f"workbench eval {tmp_path / 'home' / 'mine'}" in capsys.readouterr().out
 
 
 def test_data_that_a_sweep_needs_are_found_or_missed(tmp_path, monkeypatch, capsys):
