@@ -38,7 +38,7 @@ from compress.walk.shards import WorkFolder
 from kernels.clock import clock
 from kernels.registry import recording
 from kernels.support.busy import warn_if_busy
-from kernels.support.modes import evaluating
+from kernels.support.modes import counting_writes, evaluating
 
 Told = LayerRecord | FoldRecord | DropRecord | AllocationRecord
 
@@ -115,6 +115,7 @@ def _together(call: Callable, arguments: Mapping[str, Any], plan: Plan) -> Itera
             stack.enter_context(spawned(plan.processes, call, arguments, device))
         device = device_of_process(device) if plan.processes > 1 else device
         stack.enter_context(joined(device, alone=plan.processes == 1))
+        stack.enter_context(counting_writes())
         yield device
 
 

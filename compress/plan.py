@@ -32,7 +32,7 @@ from compress.walk.offload import is_offloaded
 from compress.walk.once.calibrated import check_calibrate
 from compress.walk.parallel.ranks import current, joined
 from compress.walk.parallel.spawn import check_devices, device_of_process, process_count
-from kernels.support.modes import evaluating
+from kernels.support.modes import counting_writes, evaluating
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def plan(
     asked, batches = methods_of(recipe), () if batches is None else batches
     where, count = _chosen(device, processes, model, asked, batches)
     # What one process refuses, all of them refuse.
-    with joined(device_of_process(where), alone=count == 1), evaluating(model):
+    with joined(device_of_process(where), alone=count == 1), evaluating(model), counting_writes():
         check_finished(model)
         settled = check_recipe(asked, model)
         if calibrate == "once":

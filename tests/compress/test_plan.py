@@ -81,25 +81,29 @@ def test_plans_that_run_together_are_for_one_model_and_calibrated_alike(tiny, to
             run_each({"one": one, "two": second})
 
 
-def test_a_model_that_was_made_in_inference_mode_is_compressed(tiny, tokens):
+@pytest.mark.parametrize("call", [True, False], ids=["called in it", "a model that was made in it"])
+def test_in_inference_mode_the_result_is_the_same(call, tiny, tokens):
+    """Its tensors do not tell that they were written to."""
+    plain, model, batches = tiny("llama"), tiny("llama"), tokens(4, 30)
+    apply(f"smoothquant, {GPTQ}", plain, batches)
     with torch.inference_mode():
-        model = tiny("llama")
-        for part in model.modules():
-            part._parameters.update(
-                {name: nn.Parameter(p.clone(), False) for name, p in part._parameters.items() if p is not None}
-            )
-    assert model.lm_head.weight.is_inference()
-    made = plan(GPTQ, model, tokens(4, 30))
-    assert isinstance(run(made).model.model.layers[0].mlp.down_proj, CompressedLinear)
+        for part in model.modules() if not call else ():
+            own = {name: nn.Parameter(p.clone(), False) for name, p in part._parameters.items() if p is not None}
+            part._parameters.update(own)
+    assert model.lm_head.weight.is_inference() is not call
+    with torch.inference_mode(call):
+        apply(f"smoothquant, {GPTQ}", model, batches)
+    assert all(map(torch.equal, plain.state_dict().values(), model.state_dict().values()))
 
 
-def test_dropout_is_off_while_a_model_is_compressed(tiny, tokens):
+def test_dropout_and_autocast_are_off_while_a_model_is_compressed(tiny, tokens):
     """Of a model that was trained a moment ago; it stays in the mode of training."""
     models = [tiny("gpt2") for _ in range(2)]
     for model, training in zip(models, (False, True), strict=True):
         for part in model.modules():
             part.p = 0.5
-        apply(GPTQ, model.train(training), tokens(4, 30))
+        with torch.autocast("cpu", torch.bfloat16, enabled=training):
+            apply(GPTQ, model.train(training), tokens(4, 30))
         assert model.training is training
     assert all(map(torch.equal, *(model.state_dict().values() for model in models)))
 

@@ -125,7 +125,7 @@ def test_peak_memory_sees_what_is_allocated(tiny):
     assert peak_memory(model, prompt_tokens=16, new_tokens=2) >= size(model).resident_bytes
 
 
-def test_dropout_is_off_while_a_model_is_scored(tiny, tokens):
+def test_dropout_and_autocast_are_off_while_a_model_is_scored(tiny, tokens):
     """Of a model that was trained a moment ago; it stays in the mode of training."""
     model, (ids,) = tiny("gpt2"), tokens(1, 50)
     for part in model.modules():
@@ -136,6 +136,8 @@ def test_dropout_is_off_while_a_model_is_scored(tiny, tokens):
 
     expected = measured()
     assert expected == measured() and model.train() and expected == measured() and model.training
+    with torch.autocast("cpu", torch.bfloat16):
+        assert expected == measured() and torch.is_autocast_enabled("cpu")
     assert not deployed(model).training
 
 
