@@ -25,6 +25,7 @@ from compress.records import Usage
 from compress.result import check_finished, makeup
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import check_runs, device_of
+from compress.walk.finite import NotFinite
 from compress.walk.folds.folding import FoldingMethod
 from compress.walk.identity import model_identity, tokens_identity, tokens_sha256, weights_sha256
 from compress.walk.layerwise import LayerwiseMethod
@@ -112,7 +113,11 @@ def plan(
     # What one process refuses, all of them refuse.
     with joined(device_of_process(where), alone=count == 1), evaluating(model), counting_writes():
         check_finished(model)
-        settled = check_recipe(asked, model)
+        try:
+            settled = check_recipe(asked, model)
+        except NotFinite:  # of a pass over made-up tokens, which does not tell the cause
+            model_identity(model)
+            raise
         if calibrate == "once":
             settled = _calibrated_once(settled)
         _check_batches(batches, model, needed=[method.name for method in settled if method.needs_calibration])

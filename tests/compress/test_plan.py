@@ -11,6 +11,7 @@ from compress.kv import identity
 from compress.linear import CompressedLinear
 from compress.plan import check_recipe, plan
 from compress.result import makeup
+from compress.walk.finite import NotFinite
 
 GPTQ = "gptq(bits=3, group_size=16, min_tokens=8)"
 
@@ -94,6 +95,16 @@ def test_in_inference_mode_the_result_is_the_same(call, tiny, tokens):
     with torch.inference_mode(call):
         apply(f"smoothquant, {GPTQ}", model, batches)
     assert all(map(torch.equal, plain.state_dict().values(), model.state_dict().values()))
+
+
+@pytest.mark.parametrize("recipe", [GPTQ, "awq(group_size=16)", "smoothquant, rtn(group_size=16)", "rotate"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(recipe, value, tiny, tokens):
+    """Also where a method of the recipe runs the model before the weights are read."""
+    model = tiny("llama")
+    model.model.layers[0].mlp.down_proj.weight[1, 2] = value
+    with pytest.raises(NotFinite, match=r"its weight model\.layers\.0\.mlp\.down_proj\.weight holds NaN or infinity"):
+        plan(recipe, model, tokens(4, 30))
 
 
 def test_dropout_and_autocast_are_off_while_a_model_is_compressed(tiny, tokens):
