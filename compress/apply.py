@@ -18,7 +18,7 @@ from compress.kv.policy import CacheMethod
 from compress.linear import sharing_copy
 from compress.memory import measured, predicted
 from compress.method import Method
-from compress.plan import Plan, plan, walks
+from compress.plan import Plan, check_unchanged, plan, walks
 from compress.recipe import Recipe
 from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerRecord
 from compress.result import Result, naming_state, refuse_save_pretrained
@@ -38,6 +38,7 @@ from compress.walk.shards import WorkFolder
 from kernels.clock import clock
 from kernels.registry import recording
 from kernels.support.busy import warn_if_busy
+from kernels.support.modes import counting_writes, evaluating
 
 Told = LayerRecord | FoldRecord | DropRecord | AllocationRecord
 
@@ -85,17 +86,24 @@ def apply(
         ProcessLost: one of several processes has ended. An error in one of them is raised in all.
     """
     how: dict[str, Any] = {"device": device, "work_path": work_path, "calibrate": calibrate, "processes": processes}
-    return run(plan(recipe, model, batches, max_memory=max_memory, **how))
+    return _run_here(plan(recipe, model, batches, max_memory=max_memory, **how))
 
 
 def run(plan: Plan) -> Result:
-    """Compress the model of a plan in place; the errors are those of `apply` after the work has begun."""
-    with (
-        _together(run, {"plan": plan}, plan) as device,
-        _shared([plan]) as shared,
-        naming_state(plan.model),
-    ):
-        return _run(plan, device, shared)
+    """Compress the model of a plan in place; the errors are those of `apply` after the work has begun.
+
+    Raises:
+        ValueError: the model or the batches have changed since they were planned.
+    """
+    return _run_here(plan, planned_before=True)
+
+
+def _run_here(plan: Plan, planned_before: bool = False) -> Result:
+    with _together(_run_here, {"plan": plan}, plan) as device:
+        if planned_before:
+            check_unchanged([plan])
+        with _shared([plan]) as shared, naming_state(plan.model):
+            return _run(plan, device, shared)
 
 
 @contextmanager
@@ -103,12 +111,11 @@ def _together(call: Callable, arguments: Mapping[str, Any], plan: Plan) -> Itera
     """While the context lasts, all processes of a plan make this call together; gives the device of this process."""
     device = plan.device
     with ExitStack() as stack:
-        if not dist.is_initialized():
-            plan.check()
         if plan.processes > 1 and not dist.is_initialized():
             stack.enter_context(spawned(plan.processes, call, arguments, device))
         device = device_of_process(device) if plan.processes > 1 else device
         stack.enter_context(joined(device, alone=plan.processes == 1))
+        stack.enter_context(counting_writes())
         yield device
 
 
@@ -122,7 +129,7 @@ def _run(plan: Plan, device: torch.device, shared: SharedStatistics | None) -> R
     if walks(recipe):
         _split_experts(model)
     folder = _work_folder(plan) if plan.usage.activations == "disk" else None
-    with measured(plan.usage, model), activations_on_disk(folder), recording() as kernels:
+    with evaluating(model), measured(plan.usage, model), activations_on_disk(folder), recording() as kernels:
         made = _apply_methods(plan, device, shared)
     if on_cache := [method for method in recipe if isinstance(method, CacheMethod)]:
         attach(model, on_cache)
@@ -204,24 +211,33 @@ def apply_each(
         ValueError: as in `apply`, for any of the recipes, before any is applied.
     """
     how: dict[str, Any] = {"device": device, "work_path": work_path, "calibrate": calibrate, "processes": processes}
-    return run_each({name: plan(recipe, model, batches, **how) for name, recipe in recipes.items()})
+    return _run_each_here({name: plan(recipe, model, batches, **how) for name, recipe in recipes.items()})
 
 
 def run_each(plans: Mapping[str, Plan]) -> dict[str, Result]:
-    """Run several plans for one model, each on a copy of it."""
+    """Run several plans for one model, each on a copy of it.
+
+    Raises:
+        ValueError: the model or the batches have changed since they were planned, or the plans are not for one model,
+            on one device, with one way of calibration and as many processes.
+    """
+    return _run_each_here(plans, planned_before=True)
+
+
+def _run_each_here(plans: Mapping[str, Plan], planned_before: bool = False) -> dict[str, Result]:
     results: dict[str, Result] = {}
     if not plans:
         return results
-    with (
-        _together(run_each, {"plans": plans}, next(iter(plans.values()))) as device,
-        _shared([*plans.values()]) as shared,
-    ):
-        progress = tqdm(plans.items(), desc="recipes", unit="recipe")
-        for name, one in progress:
-            progress.set_postfix_str(name)
-            model = sharing_copy(one.model)
-            usage = predicted(one.recipe, model, one.batches)  # beside the results that are in memory by now
-            results[name] = _run(replace(one, model=model, usage=usage), device, shared)
+    with _together(_run_each_here, {"plans": plans}, next(iter(plans.values()))) as device:
+        if planned_before:
+            check_unchanged([*plans.values()])
+        with _shared([*plans.values()]) as shared:
+            progress = tqdm(plans.items(), desc="recipes", unit="recipe")
+            for name, one in progress:
+                progress.set_postfix_str(name)
+                model = sharing_copy(one.model)
+                usage = predicted(one.recipe, model, one.batches)  # beside the results that are in memory by now
+                results[name] = _run(replace(one, model=model, usage=usage), device, shared)
     return results
 
 

@@ -25,13 +25,15 @@ from compress.records import Usage
 from compress.result import check_finished, makeup
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import check_runs, device_of
+from compress.walk.finite import NotFinite
 from compress.walk.folds.folding import FoldingMethod
-from compress.walk.identity import model_identity, tokens_identity
+from compress.walk.identity import model_identity, tokens_identity, tokens_sha256, weights_sha256
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.offload import is_offloaded
 from compress.walk.once.calibrated import check_calibrate
 from compress.walk.parallel.ranks import current, joined
 from compress.walk.parallel.spawn import check_devices, device_of_process, process_count
+from kernels.support.modes import counting_writes, evaluating
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Plan:
         identity: of the model: name, weights_sha256, parameters.
         calibration: corpus, samples, seqlen, seed, sha256; None without batches.
         seconds: the time that planning took.
-        made_of: the modules and weights of the model when it was planned, see `compress.result.makeup`.
+        made_of: the modules, weights and hooks of the model when it was planned, see `compress.result.makeup`.
     """
 
     recipe: list[Method]
@@ -65,10 +67,24 @@ class Plan:
     seconds: float
     made_of: dict[str, object]
 
-    def check(self) -> None:
-        """Raise ValueError if the model has changed since it was planned."""
-        if makeup(self.model) != self.made_of:
-            raise ValueError("`plan`: its model has changed since it was planned, so that it must be planned again")
+
+def check_unchanged(plans: Sequence[Plan]) -> None:
+    """Check that plans can still be run, together: their results would name the weights and the tokens of the plans.
+
+    Raises:
+        ValueError: the model or the batches of one have changed since it was planned, or they do not belong together.
+    """
+    first, weights = plans[0], weights_sha256(plans[0].model)
+    for one in plans:
+        for name in ("model", "device", "calibrate", "processes", "work_path"):
+            ours, theirs = getattr(one, name), getattr(first, name)
+            if ours is not theirs and (name == "model" or ours != theirs):
+                raise ValueError(f"`plans` differ in `{name}`, which must be the same for plans that are run together")
+        model = makeup(one.model) == one.made_of and weights == one.identity["weights_sha256"]
+        batches = tokens_sha256(one.batches) == (one.calibration or {"sha256": tokens_sha256([])})["sha256"]
+        if not (model and batches):
+            changed = "batches have" if model else "model has"
+            raise ValueError(f"`plan`: its {changed} changed since it was planned, so that it must be planned again")
 
 
 def plan(
@@ -94,9 +110,14 @@ def plan(
     check_calibrate(calibrate)
     asked, batches = methods_of(recipe), () if batches is None else batches
     where, count = _chosen(device, processes, model, asked, batches)
-    with joined(device_of_process(where), alone=count == 1):  # what one process refuses, all of them refuse
+    # What one process refuses, all of them refuse.
+    with joined(device_of_process(where), alone=count == 1), evaluating(model), counting_writes():
         check_finished(model)
-        settled = check_recipe(asked, model)
+        try:
+            settled = check_recipe(asked, model)
+        except NotFinite:  # of a pass over made-up tokens, which does not tell the cause
+            model_identity(model)
+            raise
         if calibrate == "once":
             settled = _calibrated_once(settled)
         _check_batches(batches, model, needed=[method.name for method in settled if method.needs_calibration])

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from compress.method import Method
 from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerRecord, Usage
@@ -132,16 +133,21 @@ def check_finished(model: nn.Module) -> None:
 
 
 def makeup(model: nn.Module) -> dict[str, object]:
-    """What changes if a module or a weight of the model is replaced or written to, and not if it moves to another
-    device."""
+    """What changes if a module, a weight or a hook of the model is replaced, added or written to, and not if it moves
+    to another device. Writes of which torch keeps no count, such as those through `.data`, do not show."""
     parts = offloaded_parts(model)
     away = {module for part in parts for module in model.get_submodule(part).modules()}
     makeup: dict[str, object] = {name: dict(part.where) for name, part in parts.items()}
     for name, module in model.named_modules():
         weights = {} if module in away else module._parameters
-        own = {key: (id(weight), weight._version) for key, weight in weights.items() if weight is not None}
-        makeup[f"{name} "] = type(module), id(module), own
+        own = {key: _version(weight) for key, weight in weights.items() if weight is not None}
+        hooks = (*module._forward_pre_hooks, *module._forward_hooks)  # their numbers
+        makeup[f"{name} "] = type(module), id(module), hooks, own
     return makeup
+
+
+def _version(weight: Tensor) -> tuple[int, torch.dtype, int]:
+    return id(weight), weight.dtype, 0 if weight.is_inference() else weight._version
 
 
 def _no_save_pretrained(*args: Any, **more: Any) -> None:

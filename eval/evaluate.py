@@ -20,6 +20,7 @@ from eval.record.rows import typed
 from eval.speed.speed import PLAIN, Speed, measure_speed, positions, standard_variants
 from eval.text.divergence import compare_on_text
 from eval.text.names import text_name
+from eval.text.perplexity import perplexity
 from eval.text.through_cache import remark
 from eval.text.windows import LogitSource, mean_and_stderr, windows
 from eval.writing.generation import PROMPTS, Sample, generate_samples, written_beside
@@ -85,7 +86,7 @@ def evaluate(
     model: nn.Module | LogitSource,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    baseline: nn.Module | LogitSource,
+    baseline: nn.Module | LogitSource | None,
     texts: dict[str, Tensor],
     others: dict[str, nn.Module] | dict[str, LogitSource] | None = None,
     window: int = 2048,
@@ -104,7 +105,8 @@ def evaluate(
 
     Args:
         model, baseline: transformers decoders in the dtype in which the texts are to be scored. If the models' weights
-            are not in memory, all models are given as sources of logits, and only the texts are scored.
+            are not in memory, all models are given as sources of logits, and only the texts are scored. Without a
+            baseline there is no divergence, and the bits are those per weight of the model itself.
         texts: {corpus: held-out ids [1, n]} for perplexity, divergence and agreement; a file has a short name in the
             metrics (`eval.text.names.text_name`).
         others: further models to score on the same texts (round-to-nearest on the same grid, say).
@@ -136,7 +138,8 @@ def evaluate(
     start = time.perf_counter()
     longest = min(512, window, positions(model) // 2, positions(model) - speed_new_tokens)
     prompt_tokens = speed_prompt_tokens or max(1, longest)
-    parameters = parameter_count(baseline)
+    models = {"compressed": model} if baseline is None else {"baseline": baseline, "compressed": model}
+    parameters = parameter_count(next(iter(models.values())))
     metrics: dict[str, dict[str, float]] = {name: {} for name in ("baseline", "compressed", *others)}
     scores = Scores(
         metrics,
@@ -158,8 +161,9 @@ def evaluate(
                 beginning,
                 bos,
             )
+        scores.notes += [] if baseline is not None else ["There is no baseline: nothing is compared."]
         scores.notes += remark({"compressed": model, **others})
-        half = {"baseline": deployed(baseline), "compressed": deployed(model)}
+        half = {name: deployed(one) for name, one in models.items()}
         if write_tokens:
             scores.samples = generate_samples(half, tokenizer, prompts, new_tokens=write_tokens)
         for name, one in half.items():
@@ -193,7 +197,7 @@ def evaluate(
 
 
 def _evaluate_texts(
-    models: dict[str, LogitSource], baseline: LogitSource, texts: dict[str, Tensor], **how: Any
+    models: dict[str, LogitSource], baseline: LogitSource | None, texts: dict[str, Tensor], **how: Any
 ) -> Scores:
     """The scores of `evaluate` for models whose weights are not all in memory: perplexity, divergence, agreement."""
     start, scores = time.perf_counter(), Scores({"baseline": {}, **{name: {} for name in models}})
@@ -255,7 +259,7 @@ def _score_text(
     scores: Scores,
     corpus: str,
     ids: Tensor,
-    baseline: nn.Module | LogitSource,
+    baseline: nn.Module | LogitSource | None,
     models: dict[str, nn.Module] | dict[str, LogitSource],
     window: int,
     stride: int | None,
@@ -264,10 +268,12 @@ def _score_text(
     bos: str,
 ) -> None:
     corpus = text_name(corpus)
-    perplexities, divergences = compare_on_text(
-        baseline, models, ids, window=window, stride=stride, limit=max_windows, beginning=beginning, bos=bos
-    )
-    reference = perplexities["baseline"]
+    how: dict[str, Any] = {"window": window, "stride": stride, "limit": max_windows, "beginning": beginning, "bos": bos}
+    if baseline is None:
+        perplexities, divergences = {name: perplexity(model, ids, **how) for name, model in models.items()}, {}
+    else:
+        perplexities, divergences = compare_on_text(baseline, models, ids, **how)
+    reference = next(iter(perplexities.values()))
     scores.texts[corpus] = {
         "tokens": reference.tokens,
         "window": window,

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from compress.embedding import CompressedEmbedding
 from compress.linear import CompressedLinear
+from kernels.support.modes import evaluating
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 8
 PROMPTS = (
@@ -20,6 +21,7 @@ PROMPTS = (
     "Water boils at a temperature of one hundred degrees Celsius at sea level, and it freezes at zero degrees, so",
     "Dear Sir or Madam, I am writing to you because the order that I placed three weeks ago has still not arrived",
 )
+
 SHARE = 1e-5  # of the logits, as the effect of rounding in float32 where it cannot be measured
 MARGIN = 3  # allowed difference of two models that round alike, in units of one's rounding: sqrt(2), doubled
 
@@ -142,14 +144,13 @@ def compare_logits(
         RuntimeError: the logits differ by more than is allowed, or a greedy token differs by more than a tie.
     """
     device = next(model.parameters()).device
-    loaded, training = loaded.eval().to(device), model.training
+    loaded = loaded.eval().to(device)
     ids = prompts(model, tokenizer).to(device)
-    model.eval()
-    for _ in range(NEW_TOKENS):
-        expected = model(ids, use_cache=False).logits  # [prompts, T, vocabulary]
-        ids = torch.cat([ids, expected[:, -1:].argmax(-1)], 1)
+    with evaluating(model):
+        for _ in range(NEW_TOKENS):
+            expected = model(ids, use_cache=False).logits  # [prompts, T, vocabulary]
+            ids = torch.cat([ids, expected[:, -1:].argmax(-1)], 1)
     ids = ids[:, :-1]
-    model.train(training)
     given = loaded(ids, use_cache=False).logits.float()
     expected = expected.float()
     steps = torch.zeros(())

@@ -22,6 +22,7 @@ from compress.linear import compressed_linears
 from compress.transforms.stream import stream_of
 from compress.walk.experts import SplitExperts
 from compress.walk.offload import is_offloaded
+from kernels.support.modes import evaluating
 
 # Parts of the layout that only this workbench reads; without them, the folder is a plain one of transformers.
 OURS = ("split_experts", "linears", "embeddings", "dropped", "stream")
@@ -90,11 +91,10 @@ model, tokenizer = load_model("PATH", dtype="bfloat16")
         ids = (torch.arange(32) * 7919 % model.get_input_embeddings().num_embeddings)[None].to(device)
         if again.config._attn_implementation != model.config._attn_implementation:
             again.set_attn_implementation(model.config._attn_implementation)
-        training = model.training
         # Transformers' own cache does not serve every model; one that is attached is a part of the model.
         how = {} if attached_methods(model) else {"use_cache": False}
-        expected, given = model.eval()(ids, **how).logits, again.to(device)(ids, **how).logits
-        model.train(training)
+        with evaluating(model):
+            expected, given = model(ids, **how).logits, again.to(device)(ids, **how).logits
         if not torch.equal(expected, given):
             worst = (expected - given).abs().max().item()
             raise RuntimeError(

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig
 
 from compress.kv.rotation import check_rotations
-from compress.kv.support import evaluating, plain_cache
+from compress.kv.support import plain_cache
 from compress.walk.capture import device_of
 from kernels.support.errors import first_line
+from kernels.support.modes import evaluating
 
 PROMPT, DECODED = 12, 2  # tokens
 LEAST = {torch.float32: 1e-3, torch.float64: 1e-3}  # relative difference of logits that rounding may cause

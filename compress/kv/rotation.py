@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.kv.support import attentions_of, evaluating, keeping_layers, plain_cache
+from compress.kv.support import attentions_of, keeping_layers, plain_cache
 from compress.walk.capture import device_of
+from kernels.support.modes import evaluating
 
 TOKENS, MOVED = 6, 50  # read at the first places, and this much later
 # Relative difference of keys that rounding may cause: 4 times that of the layer's values, which no layer rotates, and

@@ -1,8 +1,5 @@
 """The models that a compressed cache supports, and the layers of them that it does not change."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
@@ -72,18 +69,6 @@ def layer_config(model: nn.Module, number: int) -> PreTrainedConfig:
     config = model.config.get_text_config(decoder=True)
     own = getattr(config, "per_layer_config", None)
     return config if own is None else own[number]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout; the modes of the modules are restored afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def attentions_of(model: nn.Module) -> dict[int, nn.Module]:

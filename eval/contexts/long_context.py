@@ -27,6 +27,7 @@ from transformers import Cache
 from eval.contexts.answers import FULL, Answer, LongContextScores
 from eval.contexts.haystack import Question, Sample
 from kernels.clock import clock
+from kernels.support.modes import evaluating
 
 VISIBILITIES = ("agnostic", "another", "turns", "visible", "follow-up")
 _OF_SECOND = {"another", "turns", "follow-up"}  # visibilities with the second question
@@ -70,7 +71,7 @@ def score_long_context(
         progress.update(len(visibilities) * (len(ways) - len(missing)))
         if missing:
             asked = {FULL: ways[FULL], **missing}
-            with _flat_head(model):
+            with _flat_head(model), evaluating(model):
                 found = _ask_all(model, sample, observer(), asked, visibilities, missing, progress, abreast)
             for name in missing:
                 finished[i, name] = found[name]

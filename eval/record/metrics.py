@@ -41,6 +41,11 @@ def prefix_of(metric: str) -> str:
     return max(fits, key=len, default="")
 
 
+def better(metric: str) -> int:
+    """1: more of it is better; -1: less; 0: that is not known."""
+    return {prefix: sign for prefix, _, _, sign in METRICS}.get(prefix_of(metric), 0)
+
+
 def with_prefix(metrics: Iterable[str], prefix: str) -> list[str]:
     """The metrics with this prefix, each once, without standard errors."""
     return [m for m in dict.fromkeys(metrics) if not m.endswith("_stderr") and prefix_of(m) == prefix]
@@ -159,7 +164,7 @@ def _change(
     counts: Callable[[str, str], bool],
 ) -> Change:
     before, after = scores.get("baseline", {}).get(metric), scores[model].get(metric)
-    if model == "baseline" or not before or not after or not math.isfinite(after / before):
+    if model == "baseline" or not before or after is None or not math.isfinite(after / before):
         return Change()
     ratio = after / before
     text = f"{ratio:.2f}×" if ratio >= 2 or ratio <= 0.5 else f"{(ratio - 1) * 100:+.1f} %".replace("-", "−")

@@ -294,6 +294,10 @@ class RunRecord:
 
     def counts(self, metric: str, model: str = "compressed") -> bool:
         """Is a model's difference from the baseline in this metric more than noise (`eval.record.noise`)?"""
+        values = [self.score(name, metric) for name in ("baseline", model)]
+        lost = [value is not None and math.isnan(value) for value in values]
+        if None not in values and any(lost):
+            return not all(lost)  # a metric that one model lost counts against it
         if metric in PHASES:
             own, other = (self.speed.get(name) for name in (model, "baseline"))
             ends = [one.ends(PHASES[metric]) if one else None for one in (own, other)]

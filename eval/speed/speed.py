@@ -108,9 +108,9 @@ ROOM = 1.5  # free memory needed for another variant, as a multiple of the large
 
 
 def standard_variants(
-    baseline: nn.Module, compressed: nn.Module, others: Mapping[str, nn.Module] | None = None
+    baseline: nn.Module | None, compressed: nn.Module, others: Mapping[str, nn.Module] | None = None
 ) -> dict[str, Variant]:
-    """Compressed models in bfloat16, and the baseline in float32, in bfloat16, and in its fastest bfloat16 form.
+    """Compressed models in bfloat16, and the baseline, if any, in float32, in bfloat16, and in its fastest form.
 
     "baseline" is the strongest: compiled, and on a CPU with the fastest 16-bit products. "float32" and "bfloat16" are
     the results of plain transformers. Each of `others` is prepared like "compressed".
@@ -119,13 +119,18 @@ def standard_variants(
     def plain(dtype: torch.dtype) -> Callable[[nn.Module], tuple[nn.Module, nn.Module]]:
         return lambda model: (deployed(model, dtype),) * 2
 
-    variants = contestants({"baseline": baseline, "compressed": compressed, **(others or {})})
+    models = {"compressed": compressed, **(others or {})}
+    if baseline is None:
+        return contestants(models, baseline="")
+    variants = contestants({"baseline": baseline, **models})
     return variants | {name: Variant(baseline, False, plain(getattr(torch, name))) for name in PLAIN}
 
 
-def contestants(models: Mapping[str, nn.Module], compiled: bool = True) -> dict[str, Variant]:
-    """Every model in bfloat16, in its fastest form, compiled or without the compiler; the first, the baseline, is
-    prepacked on a CPU if no other form is faster."""
+def contestants(
+    models: Mapping[str, nn.Module], compiled: bool = True, baseline: str | None = None
+) -> dict[str, Variant]:
+    """Every model in bfloat16, in its fastest form, compiled or without the compiler; the baseline, the first unless
+    another is named, is prepacked on a CPU if no other form is faster."""
 
     def best(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         half = fast_attention(deployed(model))
@@ -135,7 +140,8 @@ def contestants(models: Mapping[str, nn.Module], compiled: bool = True) -> dict[
     def fast(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         return (fast_attention(deployed(model)),) * 2
 
-    ways = {name: fast if i else best for i, name in enumerate(models)}
+    baseline = next(iter(models), "") if baseline is None else baseline
+    ways = {name: best if name == baseline else fast for name in models}
     return {name: Variant(model, compiled, ways[name], native=not compiled) for name, model in models.items()}
 
 

@@ -31,6 +31,7 @@ from eval.tasks.paired import fits, stderr
 from eval.tasks.task_files import CONSENT
 from eval.text.perplexity import bounded_exp
 from eval.text.through_cache import attachment, logits_through_cache
+from kernels.support.modes import evaluating
 
 PRIMARY = (
     "acc_norm",
@@ -219,7 +220,6 @@ def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
     lm-eval is prevented from tying weights again, which would overwrite an output layer that was compressed, or folded
     into, separately; and its perplexities of models that have diverged are infinite, where `math.exp` would raise.
     """
-    modes = [(module, module.training) for model in models for module in model.modules()]
     generation = [
         (model, copy.deepcopy(model.generation_config)) for model in models if hasattr(model, "generation_config")
     ]
@@ -230,6 +230,7 @@ def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices))
         for model in {id(model): model for model in models}.values():
             stack.enter_context(patch.object(model, "tie_weights", lambda *_, **__: None))
+            stack.enter_context(evaluating(model))
         bounded = SimpleNamespace(**vars(math) | {"exp": bounded_exp})
         stack.enter_context(patch("lm_eval.api.metrics.math", bounded))
         stack.enter_context(patch("lm_eval.evaluator.add_env_info"))  # asks pip and the processor at every call
@@ -244,8 +245,6 @@ def undisturbed(models: Sequence[nn.Module]) -> Iterator[None]:
                 datasets.enable_progress_bars()
             random.setstate(states[0])
             np.random.set_state(states[1])
-            for module, training in modes:
-                module.training = training
             for model, before in generation:
                 model.generation_config = before
 

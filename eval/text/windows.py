@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from eval.text.through_cache import attachment, logits_through_cache
 from kernels.linear import fast_linear
+from kernels.support.modes import evaluating
 
 BOS = ("once", "each")  # place of the special tokens of the beginning: before the text, or before every window
 CHUNK = 256  # number of positions whose distributions over the vocabulary are in memory at once
@@ -98,7 +99,7 @@ def predictions(model: nn.Module, window: Window) -> tuple[Tensor, Tensor]:
     """Logits [scored, vocabulary] that predict a window's scored tokens, and these tokens [scored]. A model with a
     compressed cache attached reads the window through it, piece by piece."""
     device = next(model.parameters()).device
-    with fast_linear():
+    with fast_linear(), evaluating(model):
         if attachment(model) is None:
             logits = model(window.tokens.to(device), use_cache=False, logits_to_keep=window.scored + 1).logits
         else:

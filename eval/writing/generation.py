@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation.streamers import BaseStreamer
 
 from kernels.special_tokens import beginning
+from kernels.support.modes import evaluating
 
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
@@ -113,13 +114,14 @@ def write(
     own = model.generation_config
     model.generation_config = plain  # `generate` fills None values of the given configuration from the model's
     try:
-        out = model.generate(
-            ids,
-            generation_config=plain,
-            attention_mask=torch.ones_like(ids),
-            logits_processor=LogitsProcessorList(processors),
-            streamer=streamer,
-        )
+        with evaluating(model):
+            out = model.generate(
+                ids,
+                generation_config=plain,
+                attention_mask=torch.ones_like(ids),
+                logits_processor=LogitsProcessorList(processors),
+                streamer=streamer,
+            )
     finally:
         model.generation_config = own
     return [_until_end(row, ends) for row in out[:, ids.shape[1] :].tolist()]

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from kernels.linear.onednn import MANY, emulates, in_float32, product
@@ -22,7 +23,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: str =
         weight: [out, in], same dtype.
         bias: [out] or None.
         impl: "reference" (torch's own), "cpu" (oneDNN in full float32; no gradients) or "auto". "auto" also computes
-            16-bit products of many tokens in float32, where the processor has no instructions for them.
+            16-bit products of many tokens in float32, where the processor has no instructions for them; it leaves to
+            torch all that oneDNN does not compute, or not as torch does.
 
     Returns:
         [..., out]
@@ -32,44 +34,56 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: str =
     """
     if impl not in ("auto", "reference", "cpu"):
         raise ValueError(f"`impl` (={impl!r}) must be 'auto', 'reference' or 'cpu'")
-    if impl == "cpu" and not _onednn_takes(x, weight):
-        raise ValueError(f"`impl` (='cpu') needs float32 CPU tensors without gradients, not {x.dtype} on {x.device}")
-    if impl == "auto" and better_in_float32(x, weight):
+    if impl == "cpu" and not _onednn_takes(x, weight, bias):
+        given = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in (x, weight, bias) if t is not None)
+        raise ValueError(f"`impl` (='cpu') needs float32 CPU tensors that fit, without gradients, not {given}")
+    if impl == "auto" and better_in_float32(x, weight, bias):
         ran("linear", "cpu float32")
         return in_float32(x.contiguous(), weight.contiguous(), bias)
-    if impl == "reference" or not _onednn_takes(x, weight):
+    if impl == "reference" or not _onednn_takes(x, weight, bias):
         ran("linear", "reference")
         return _torch_linear(x, weight, bias)
     ran("linear", "cpu")
     return product(x.contiguous(), weight.contiguous(), bias)
 
 
-def better_in_float32(x: Tensor, weight: Tensor) -> bool:
+def better_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Are these 16-bit tensors of many tokens on a processor that only emulates their products?"""
     return (
         x.dtype in (torch.bfloat16, torch.float16)
+        and _onednn_takes(x, weight, bias, x.dtype)
         and x.numel() >= MANY * x.shape[-1]
-        and _onednn_takes(x, weight, x.dtype)
         and emulates(x.dtype)
     )
 
 
-def _onednn_takes(x: Tensor, weight: Tensor, dtype: torch.dtype = torch.float32) -> bool:
+def _onednn_takes(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.float32) -> bool:
+    """oneDNN's product checks neither the bias nor devices, and knows no derivatives."""
+    tensors = (x, weight) if bias is None else (x, weight, bias)
     return (
         not torch.compiler.is_compiling()  # the compiler has its own products, and cannot trace `is_available`
-        and x.device.type == "cpu"
-        and x.dtype == weight.dtype == dtype
+        and all(t.device.type == "cpu" and t.dtype == dtype for t in tensors)
         and x.numel() > 0
-        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        and x.shape[-1:] == weight.shape[1:]
+        and (bias is None or bias.shape == weight.shape[:1])
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+        and forward_ad._current_level < 0
+        and not torch.is_autocast_enabled("cpu")
         and torch.backends.mkldnn.is_available()
     )
 
 
 class _FastLinear(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is _torch_linear and not torch.compiler.is_compiling():
-            return linear(*args, **(kwargs or {}))
+        of_torch = func is _torch_linear and not types  # of others: tensors of classes that compute it by themselves
+        if of_torch and not torch.compiler.is_compiling():
+            return _linear(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` with the names that torch gives the tensors."""
+    return linear(input, weight, bias)
 
 
 @contextmanager

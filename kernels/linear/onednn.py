@@ -49,5 +49,6 @@ def lay_out(weight: Tensor, tokens: int) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] Wᵀ + bias; weight: [out, in], or the result of `lay_out`."""
+    """x [..., in] Wᵀ + bias [out]; weight: [out, in], or the result of `lay_out`."""
+    bias = None if bias is None else bias.contiguous()  # oneDNN reads it without its strides
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

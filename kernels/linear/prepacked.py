@@ -21,7 +21,7 @@ class PrepackedLinear(nn.Module):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.plain is not None and better_in_float32(x, self.plain):
+        if self.plain is not None and better_in_float32(x, self.plain, self.bias):
             ran("linear", "cpu float32")
             return in_float32(x.contiguous(), self.plain, self.bias)
         ran("linear", "cpu prepacked")

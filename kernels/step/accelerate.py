@@ -52,7 +52,9 @@ def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat1
     Args:
         model: a causal decoder of the Llama family (Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and their like); for
             others there is a warning with the reason, and the model's own code runs. If the model is compressed or
-            cast afterwards, the next prompt takes this into account. `model.acceleration.remove()` undoes the change.
+            cast afterwards, the next prompt takes this into account. Torch keeps no count of writes through `.data` and
+            in inference mode, so that these do not show: call `model.acceleration.remove()`, which undoes the change,
+            before them.
         dtype: the dtype to cast the model to: torch.bfloat16, torch.float16 or their names; None: no cast.
 
     Returns:

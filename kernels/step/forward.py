@@ -120,7 +120,7 @@ class DecoderForward:
         if rows_fit(weight, tokens) and faster_than_onednn(*weight.shape, tokens, weight.dtype):
             ran("linear", f"cpu {native.isa(x.dtype)}")
             return products(x, [weight], [linear.bias])[0]
-        if better_in_float32(x, weight):
+        if better_in_float32(x, weight, linear.bias):
             ran("linear", "cpu float32")
             return in_float32(x, weight, linear.bias)
         if not self._laid_out:

@@ -7,8 +7,8 @@ from torch import nn
 
 
 def deployed(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """A copy of the model in this dtype; see `cast`."""
-    return cast(copy.deepcopy(model), dtype)
+    """A copy of the model in this dtype, without dropout; see `cast`."""
+    return cast(copy.deepcopy(model), dtype).eval()
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -94,6 +94,11 @@ class RunFolder:
         wrong = problems_of(manifest, self.folder, self.key, DERIVED)
         return wrong + [f"{name} is missing" for name in NEEDED if name not in manifest["files"]]
 
+    def holds_run(self) -> bool:
+        """Whether this is, or was, the folder of a run, and not that of a saved model, or of another program."""
+        book = NEEDED[0]
+        return not self.folder.exists() or (self.folder / book).is_file() or book in self.manifest().get("files", {})
+
     def damage(self) -> str:
         """What has been damaged in a run of this key that was finished; "" for nothing."""
         try:

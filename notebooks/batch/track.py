@@ -61,8 +61,18 @@ def metrics_of(record: Mapping[str, Any]) -> dict[str, float]:
         f"{_plain(model)}/{_plain(metric)}": float(value)
         for model, scores in (record.get("scores") or {}).items()
         for metric, value in scores.items()
-        if isinstance(value, int | float) and math.isfinite(value)
+        if _is_finite(value)
     }
+
+
+def _lost(record: Mapping[str, Any]) -> str:
+    """The scores that are no finite numbers, which a tracker would show as if they had never been measured."""
+    scores = ((model, *one) for model, found in (record.get("scores") or {}).items() for one in found.items())
+    return ", ".join(f"{model}/{name}" for model, name, value in scores if not _is_finite(value))
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _tags(record: Mapping[str, Any]) -> dict[str, str]:
@@ -70,7 +80,12 @@ def _tags(record: Mapping[str, Any]) -> dict[str, str]:
     recipe = ", ".join(f"{one['method']}({_knobs(one['knobs'])})" for one in record.get("recipe") or [])
     tags = {"key": record["run"]["key"], "notebook": record["run"]["notebook"], "recipe": recipe}
     tags |= {"model": model.get("name"), "weights_sha256": model.get("weights_sha256")}
-    tags |= {"commit": told.get("commit"), "command": told.get("command"), "hardware": told.get("hardware")}
+    tags |= {
+        "not_finite": _lost(record),
+        "commit": told.get("commit"),
+        "command": told.get("command"),
+        "hardware": told.get("hardware"),
+    }
     return {f"workbench.{name}": _short(value) for name, value in tags.items() if value}
 
 

@@ -6,7 +6,8 @@
     decode_tokens_per_s: {min: 100, min_ratio: 0.9}
 
 A metric has the name that it has in a record's scores. A limit is not kept where its metric is missing or not finite in
-one of the runs that it reads, so that a model that lost a measure never passes.
+one of the runs that it reads, or was measured otherwise in the first run, so that a model that lost a measure never
+passes. A gate that bounds a metric only where it is good is refused: no model would break it by being bad.
 """
 
 import difflib
@@ -16,8 +17,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from eval.record.noise import Z
-from eval.record.rows import RunRecord, Scores
+from eval.record.metrics import better
+from eval.record.noise import Ends, counts, difference, faster_by
+from eval.record.rows import PHASES, RunRecord
+from reports.compare.variants import machine
 from reports.parts.text import clean
 
 COMPRESSED, STDERR = "compressed", "_stderr"
@@ -30,6 +33,7 @@ RULES = {
     "max_fall": "the most by which it may be below the first run's value",
 }
 _OF_ONE = ("min", "max")  # rules that read the second run alone
+_GUARDS = {1: ("min", "min_ratio", "max_fall"), -1: ("max", "max_ratio", "max_rise")}  # 1: more is better, -1: less
 
 
 class Limit(NamedTuple):
@@ -92,8 +96,8 @@ class Gate:
         Raises:
             ValueError: no run has a metric that the gate names.
         """
-        first, second = (one.scores.get(COMPRESSED) or {} for one in (a, b))
-        known = [name for name in dict.fromkeys((*first, *second)) if not name.endswith(STDERR)]
+        both = dict.fromkeys(name for one in (a, b) for name in one.scores.get(COMPRESSED) or {})
+        known = [name for name in both if not name.endswith(STDERR)]
         rows = []
         for limit in self.limits:
             names = [name for name in known if fnmatchcase(name, limit.metric)]
@@ -103,8 +107,20 @@ class Gate:
                     f"`--gate` (={self.file!r}): no run has the metric {limit.metric!r}; "
                     f"there are {clean(', '.join(near), 400) or 'none'}"
                 )
-            rows += [_checked(name, limit, first, second) for name in names]
+            rows += [_checked(name, limit, a, b) for name in names]
+        self._check_guards(rows)
         return Answer(tuple(rows))
+
+    def _check_guards(self, rows: list[Checked]) -> None:
+        """Raise ValueError if the limits of a metric leave it free where it is bad."""
+        for name in dict.fromkeys(row.metric for row in rows):
+            rules, guards = {row.limit.rule for row in rows if row.metric == name}, _GUARDS.get(better(name), RULES)
+            if not rules & set(guards):
+                more = "more" if better(name) > 0 else "less"
+                raise ValueError(
+                    f"`--gate` (={self.file!r}): `{clean(name, 100)}` has only {', '.join(sorted(rules))}, and {more} "
+                    f"of it is better: it needs one of {', '.join(guards)}, too"
+                )
 
 
 def gate_of(content: Any, file: str) -> Gate:
@@ -137,22 +153,44 @@ def _limits(where: str, metric: Any, rules: Any) -> list[Limit]:
     return [Limit(metric, rule, float(value)) for rule, value in rules.items()]
 
 
-def _checked(name: str, limit: Limit, first: Scores, second: Scores) -> Checked:
-    a, b = first.get(name), second.get(name)
+def _checked(name: str, limit: Limit, first: RunRecord, second: RunRecord) -> Checked:
+    a, b = (one.score(COMPRESSED, name) for one in (first, second))
     read = {"second run": b} if limit.rule in _OF_ONE else {"first run": a, "second run": b}
     lost = [
         f"{'missing' if value is None else 'not finite'} in the {run}" for run, value in read.items() if _gone(value)
     ]
     if lost:
         return Checked(name, limit, a, b, False, " and ".join(lost))
-    if limit.rule.endswith("_ratio") and not a:
-        return Checked(name, limit, a, b, False, "the first run's value is 0")
+    if limit.rule not in _OF_ONE and (apart := _apart(name, first, second)):
+        return Checked(name, limit, a, b, False, f"the runs cannot be compared: {apart}")
+    if limit.rule.endswith("_ratio") and not a > 0:
+        return Checked(name, limit, a, b, False, "the first run's value is not above 0")
     amount, kept = _amount(limit, a, b)
     said = "" if limit.rule in _OF_ONE else f"{amount:.4g}"
-    errors = [scores.get(name + STDERR) or 0.0 for scores in (first, second)]
-    if not kept and any(errors) and _amount(limit, *_nearest(limit, a, b, errors))[1]:
+    if not kept and not _beyond_noise(name, limit, first, second):
         said += f"{', ' * bool(said)}noise alone could do this"
     return Checked(name, limit, a, b, kept, said)
+
+
+def _apart(name: str, first: RunRecord, second: RunRecord) -> str:
+    """Why a metric of two runs is not the same measure; "" if it is, as far as the records tell."""
+    ours, theirs = (_measured(name, one) for one in (first, second))
+    return next((f"other {what}" for what in ours if what in theirs and ours[what] != theirs[what]), "")
+
+
+def _measured(name: str, record: RunRecord) -> dict[str, object]:
+    """How a metric was measured, as far as a record tells."""
+    told: dict[str, object] = {}
+    if corpus := max((one for one in record.texts if name.endswith(f"_{one}")), key=len, default=""):
+        told["amounts of text"] = record.texts[corpus]
+    for row in record.tasks.rows:
+        if name == f"{row.metric}_{row.task}":
+            told["questions"] = row.n, row.num_fewshot, row.version, record.tasks.settings.chat
+    if name in PHASES and (timed := record.speed.get(COMPRESSED)):
+        how = timed.settings
+        told["lengths of the timing"] = how.prompt_tokens, how.new_tokens, how.batch
+        told["machines"], told["kinds of decoding"] = machine(record), record.by_generate
+    return told
 
 
 def _gone(value: float | None) -> bool:
@@ -173,11 +211,27 @@ def _amount(limit: Limit, a: float | None, b: float) -> tuple[float, bool]:
     return amount, amount >= limit.value if limit.rule.startswith("min") else amount <= limit.value
 
 
-def _nearest(limit: Limit, a: float | None, b: float, errors: list[float]) -> tuple[float | None, float]:
-    """The values within the noise of both runs that are best for the limit: b moves by 1.96 of the errors together."""
-    wider = errors[1] if limit.rule in _OF_ONE else math.hypot(*errors)
-    upwards = limit.rule.startswith("min") or limit.rule == "max_fall"
-    return a, b + Z * wider * (1 if upwards else -1)
+def _beyond_noise(name: str, limit: Limit, first: RunRecord, second: RunRecord) -> bool:
+    """Is a limit broken by a difference that counts (`eval.record.noise`)?"""
+    a, b = (one.score(COMPRESSED, name) or 0.0 for one in (first, second))
+    share, added = {"min_ratio": (limit.value, 0.0), "max_ratio": (limit.value, 0.0), "max_rise": (1.0, limit.value),
+                    "max_fall": (1.0, -limit.value)}.get(limit.rule, (0.0, limit.value))  # fmt: skip
+    if name in PHASES and second.speed.get(COMPRESSED):  # b against share · a + added
+        edge = _ends(name, first) if share else (0.0, 0.0)
+        edge = edge and (share * edge[0] + added, share * edge[1] + added)
+        return bool(counts(*faster_by(_ends(name, second), edge)))
+    errors = [one.score(COMPRESSED, name + STDERR) or 0.0 for one in (first, second)]
+    return bool(counts(*difference(b - (share * a + added), math.hypot(share * errors[0], errors[1]))))
+
+
+def _ends(name: str, record: RunRecord) -> Ends | None:
+    """The interval of a speed, or of the time to the first token, which is that of the prompt's speed turned over."""
+    timed, value = record.speed.get(COMPRESSED), record.score(COMPRESSED, name)
+    ends = timed.ends(PHASES[name]) if timed else None
+    if ends is None or not name.endswith("_s") or name.endswith("_per_s"):
+        return ends
+    speed = timed.prefill_tokens_per_s
+    return value * speed / ends[1], value * speed / ends[0]
 
 
 def _shown(value: float | None) -> str:

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
+from torch import nn
 
 from compress import METHODS, apply
-from compress.apply import run
+from compress.apply import run, run_each
 from compress.inputs.skeleton import skeleton
 from compress.kv import identity
 from compress.linear import CompressedLinear
 from compress.plan import check_recipe, plan
 from compress.result import makeup
+from compress.walk.finite import NotFinite
 
 GPTQ = "gptq(bits=3, group_size=16, min_tokens=8)"
 
@@ -40,6 +42,81 @@ def test_a_plan_that_is_run_is_what_apply_does(tiny, tokens):
     assert (result.recipe, result.asked, result.identity) == (same.recipe, same.asked, same.identity)
     with pytest.raises(ValueError, match="its model has changed since it was planned"):
         run(made)
+
+
+CHANGES = {
+    "a weight in place": lambda model, batches: model.lm_head.weight.mul_(2),
+    "a weight past its version": lambda model, batches: model.lm_head.weight.data.mul_(2),
+    "a new weight": lambda model, batches: setattr(model.lm_head, "weight", nn.Parameter(model.lm_head.weight * 2)),
+    "the dtype": lambda model, batches: model.bfloat16(),
+    "a stored buffer": lambda model, batches: model.model.layers[0].steps.add_(1),
+    "a hook": lambda model, batches: model.model.layers[0].register_forward_hook(lambda *_: None),
+    "tokens": lambda model, batches: batches[0].fill_(3),
+    "the number of batches": lambda model, batches: batches.pop(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_has_changed_since_it_was_planned_is_not_compressed(change, tiny, tokens):
+    """The record would name the weights and the tokens of the plan. The same holds for each of several plans."""
+    model, batches = tiny("llama"), tokens(4, 30)
+    model.model.layers[0].register_buffer("steps", torch.zeros(1))
+    early = plan(GPTQ, model, batches)
+    change(model, batches)
+    before, late = makeup(model), plan("rtn(group_size=16)", model)
+    for call in (lambda: run(early), lambda: run_each({"late": late, "early": early})):
+        with pytest.raises(ValueError, match="changed since"):
+            call()
+    assert makeup(model) == before and run(late).model is model
+
+
+def test_plans_that_run_together_are_for_one_model_and_calibrated_alike(tiny, tokens):
+    model, batches = tiny("llama"), tokens(4, 30)
+    one, once, other = (
+        plan(GPTQ, model, batches),
+        plan(GPTQ, model, batches, calibrate="once"),
+        plan(GPTQ, tiny("llama"), batches),
+    )
+    for second, name in ((once, "calibrate"), (other, "model")):
+        with pytest.raises(ValueError, match=f"differ in `{name}`"):
+            run_each({"one": one, "two": second})
+
+
+@pytest.mark.parametrize("call", [True, False], ids=["called in it", "a model that was made in it"])
+def test_in_inference_mode_the_result_is_the_same(call, tiny, tokens):
+    """Its tensors do not tell that they were written to."""
+    plain, model, batches = tiny("llama"), tiny("llama"), tokens(4, 30)
+    apply(f"smoothquant, {GPTQ}", plain, batches)
+    with torch.inference_mode():
+        for part in model.modules() if not call else ():
+            own = {name: nn.Parameter(p.clone(), False) for name, p in part._parameters.items() if p is not None}
+            part._parameters.update(own)
+    assert model.lm_head.weight.is_inference() is not call
+    with torch.inference_mode(call):
+        apply(f"smoothquant, {GPTQ}", model, batches)
+    assert all(map(torch.equal, plain.state_dict().values(), model.state_dict().values()))
+
+
+@pytest.mark.parametrize("recipe", [GPTQ, "awq(group_size=16)", "smoothquant, rtn(group_size=16)", "rotate"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_named(recipe, value, tiny, tokens):
+    """Also where a method of the recipe runs the model before the weights are read."""
+    model = tiny("llama")
+    model.model.layers[0].mlp.down_proj.weight[1, 2] = value
+    with pytest.raises(NotFinite, match=r"its weight model\.layers\.0\.mlp\.down_proj\.weight holds NaN or infinity"):
+        plan(recipe, model, tokens(4, 30))
+
+
+def test_dropout_and_autocast_are_off_while_a_model_is_compressed(tiny, tokens):
+    """Of a model that was trained a moment ago; it stays in the mode of training."""
+    models = [tiny("gpt2") for _ in range(2)]
+    for model, training in zip(models, (False, True), strict=True):
+        for part in model.modules():
+            part.p = 0.5
+        with torch.autocast("cpu", torch.bfloat16, enabled=training):
+            apply(GPTQ, model.train(training), tokens(4, 30))
+        assert model.training is training
+    assert all(map(torch.equal, *(model.state_dict().values() for model in models)))
 
 
 @pytest.mark.parametrize(

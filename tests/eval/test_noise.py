@@ -1,5 +1,6 @@
 """The rule of noise, and the load of the machine while something is timed."""
 
+import math
 import multiprocessing
 import random
 import statistics
@@ -11,6 +12,7 @@ import pytest
 
 from eval.machine.load import LoadMeter
 from eval.record.noise import Load, counts, difference, disturbed, faster_by, speed_ends, spread
+from eval.record.rows import typed
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 5, 12])
@@ -36,6 +38,19 @@ def test_a_difference_counts_if_its_interval_excludes_0():
     assert counts(0.1, 0.3) and counts(-0.3, -0.1) and not counts(-0.1, 0.3) and not counts(0.0, 0.3)
     assert counts(*difference(0.2, 0.1)) and not counts(*difference(0.19, 0.1))
     assert counts(*difference(0.001)) and not counts(*difference(0.0)), "a number without an error is exact"
+
+
+@pytest.mark.parametrize("error", [True, False])
+@pytest.mark.parametrize("metric", ["perplexity_t", "kl_t", "acc_t", "stored_bytes", "decode_tokens_per_s"])
+def test_a_metric_that_one_model_lost_is_no_noise(metric, error):
+    def record(before: float, after: float):
+        error_of = {f"{metric}_stderr": 0.1} if error else {}
+        scores = {"baseline": {metric: before} | error_of, "compressed": {metric: after} | error_of}
+        paired = {"compressed": {"nll_t": after - before, "nll_t_stderr": math.nan}}
+        return typed({"scores": scores, "difference": paired})
+
+    assert record(1.0, math.nan).counts(metric) and record(math.nan, 1.0).counts(metric)
+    assert not record(math.nan, math.nan).counts(metric)
 
 
 def test_a_speed_counts_beyond_the_spread_of_one_model_timed_twice():

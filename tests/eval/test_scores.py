@@ -24,7 +24,7 @@ from eval.text.divergence import compare_on_text, divergence
 from eval.text.names import short_path, text_name, with_short_names
 from eval.text.perplexity import Perplexity, perplexity
 from eval.text.windows import mean_and_stderr, windows
-from eval.writing.generation import Sample, first_difference, generate_samples
+from eval.writing.generation import Sample, first_difference, generate_samples, write
 from kernels.support.deploy import deployed
 
 
@@ -123,6 +123,22 @@ def test_peak_memory_sees_what_is_allocated(tiny):
     assert 200e6 < grow() < 400e6
     model = tiny("llama")
     assert peak_memory(model, prompt_tokens=16, new_tokens=2) >= size(model).resident_bytes
+
+
+def test_dropout_and_autocast_are_off_while_a_model_is_scored(tiny, tokens):
+    """Of a model that was trained a moment ago; it stays in the mode of training."""
+    model, (ids,) = tiny("gpt2"), tokens(1, 50)
+    for part in model.modules():
+        part.p = 0.5
+
+    def measured() -> tuple:
+        return score_text(model, model, {"t": ids}, window=16), write(model, ids, ends=[], new_tokens=8)
+
+    expected = measured()
+    assert expected == measured() and model.train() and expected == measured() and model.training
+    with torch.autocast("cpu", torch.bfloat16):
+        assert expected == measured() and torch.is_autocast_enabled("cpu")
+    assert not deployed(model).training
 
 
 def test_generations_are_compared_token_by_token(tiny, real):

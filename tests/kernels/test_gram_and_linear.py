@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from kernels import native
@@ -85,7 +86,7 @@ def test_gram_checks(check):
 def test_linear_paths_agree(shape, bias):
     tokens, columns, out = shape
     x, W, b = torch.randn(2, tokens, columns), torch.randn(out, columns), torch.randn(out) if bias else None
-    exact = torch.nn.functional.linear(x.double(), W.double(), None if b is None else b.double())
+    exact = F.linear(x.double(), W.double(), None if b is None else b.double())
     for impl in ("reference", "cpu", "auto"):
         assert torch.allclose(linear(x, W, b, impl=impl).double(), exact, atol=1e-4)
 
@@ -106,6 +107,66 @@ def test_linear_refuses_what_it_cannot_do():
         linear(torch.randn(1, 2), torch.randn(3, 2), impl="fast")
     with pytest.raises(ValueError, match="float32"):
         linear(torch.randn(1, 2).bfloat16(), torch.randn(3, 2).bfloat16(), impl="cpu")
+
+
+OPERANDS = {
+    "a bias with strides": lambda x, W, b: (x, W, torch.stack([b, -b], 1)[:, 0]),
+    "a bias for all outputs": lambda x, W, b: (x, W, b[:1]),
+    "a bias without dimensions": lambda x, W, b: (x, W, b[0]),
+    "a bias for each token": lambda x, W, b: (x, W, b.expand(len(x), -1).clone()),
+    "a bias of another dtype": lambda x, W, b: (x, W, b.double()),
+    "a bias on another device": lambda x, W, b: (x, W, b.to("meta")),
+    "a bias that is too long": lambda x, W, b: (x, W, torch.cat([b, b])),
+    "a weight of other columns": lambda x, W, b: (x, torch.cat([W, W], 1), b),
+    "a weight of one row": lambda x, W, b: (x, W[0], None),
+    "a transposed weight": lambda x, W, b: (x, W.t().contiguous().t(), b),
+    "an expanded weight": lambda x, W, b: (x, W[:1].expand(len(W), -1), b),
+    "a transposed input": lambda x, W, b: (x.t().contiguous().t(), W, b),
+    "no outputs": lambda x, W, b: (x, W[:0], b[:0]),
+    "no columns": lambda x, W, b: (x[:, :0], W[:, :0], b),
+    "no tokens": lambda x, W, b: (x[:0], W, b),
+    "everything on meta": lambda x, W, b: (x.to("meta"), W.to("meta"), b.to("meta")),
+    "a number as an input": lambda x, W, b: (x[0, 0], W, b),
+}
+
+
+@pytest.mark.parametrize("operands", OPERANDS.values(), ids=OPERANDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fast_products_give_what_torch_gives_or_refuse_what_it_refuses(dtype, operands, monkeypatch):
+    monkeypatch.setattr("kernels.linear.emulates", lambda _: True)
+    monkeypatch.setattr("kernels.linear.onednn.SLAB", 7 * 48)
+    x, W, b = operands(*(torch.randn(*shape).to(dtype) for shape in ((MANY, 48), (40, 48), (40,))))
+    try:
+        expected = F.linear(x, W, b)
+    except (RuntimeError, IndexError) as error:
+        with pytest.raises(type(error)), fast_linear():
+            F.linear(x, W, b)
+        return
+    with fast_linear():
+        found = F.linear(input=x, weight=W, bias=b)
+    assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
+    if found.device.type == "cpu":
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=4 * torch.finfo(dtype).eps * 48**0.5)
+
+
+def test_fast_products_leave_alone_what_torch_computes_otherwise():
+    """Gradients of a bias alone, derivatives in forward mode, autocast, and weights of classes of others."""
+    x, W = torch.randn(4, 48), torch.randn(40, 48)
+
+    class OfOthers(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return "its own product" if func is F.linear else super().__torch_function__(func, types, args, kwargs)
+
+    bias = torch.zeros(40, requires_grad=True)
+    with fast_linear(), torch.enable_grad():
+        F.linear(x, W, bias).sum().backward()
+        tangent = torch.func.jvp(lambda x: F.linear(x, W), (x,), (x,))[1]
+        assert F.linear(x, W.as_subclass(OfOthers)) == "its own product"
+    with fast_linear(), torch.autocast("cpu", torch.bfloat16):
+        assert F.linear(x, W).dtype == torch.bfloat16
+    assert torch.equal(bias.grad, torch.full((40,), 4.0))
+    torch.testing.assert_close(tangent, x @ W.t())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,6 +2,8 @@
 dependency."""
 
 import contextlib
+import json
+import math
 import re
 import sys
 import types
@@ -59,6 +61,18 @@ def test_all_scores_of_a_record_are_metrics_of_the_tracker(monkeypatch, tmp_path
     assert tracker.metrics["compressed/perplexity_wikitext2"] > tracker.metrics["baseline/perplexity_wikitext2"] > 1
     assert tracker.params["recipe"] == "gptq(bits=4)" and tracker.artifacts == ["record.json"]
     assert re.match(r"gptq\(.*bits=4, ", tracker.runs[0][1]["workbench.recipe"])
+
+
+def test_metrics_that_a_model_lost_are_named(monkeypatch, tmp_path):
+    """A tracker shows one that is not sent as if it had never been measured."""
+    monkeypatch.setitem(sys.modules, "mlflow", tracker := _Tracker())
+    record = json.loads(next(PUBLISHED.glob("recipe-*.json")).read_text())
+    record["scores"]["compressed"] |= {"perplexity_wikitext2": math.nan, "kl_wikitext2": math.inf}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    track(tmp_path, "mlflow")
+    assert "compressed/kl_wikitext2" not in tracker.metrics and "baseline/perplexity_wikitext2" in tracker.metrics
+    lost = tracker.runs[0][1]["workbench.not_finite"]
+    assert lost == "compressed/perplexity_wikitext2, compressed/kl_wikitext2"
 
 
 def test_a_tracker_that_fails_leaves_a_line_and_one_that_is_not_there_is_said_at_once(sweep, runs, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from compress import METHODS, apply, load_model, save_compressed
+from eval.record.manifest import seal
 from eval.record.schema import read_record
+from eval.text import windows
 from notebooks.batch import cli
 from notebooks.batch.cli import main
 from notebooks.batch.leases import take
@@ -17,6 +20,7 @@ from notebooks.batch.plan import run_sweep
 from notebooks.batch.processes import mark
 from notebooks.batch.run_folder import RunFolder
 from notebooks.batch.verbs import completion
+from notebooks.batch.verbs.compress import complete
 
 ROOT = Path(__file__).resolve().parents[2]
 BRIEF = ["--max-windows", "1", "--window", "64", "--speed-rounds", "0"]
@@ -89,13 +93,31 @@ def test_a_saved_model_is_scored_against_its_original(saved, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
-def test_a_model_of_unknown_origin_is_scored_alone(plain, tmp_path, capsys):
-    assert main(["eval", str(plain), *BRIEF, "--out", str(tmp_path / "scores")]) == 0
+def test_a_model_of_unknown_origin_is_scored_alone(plain, tmp_path, capsys, monkeypatch):
+    """Once: there is no second pass over the text, and no copy that is timed or weighed as a baseline."""
+    passes = []
+    monkeypatch.setattr(windows, "predictions", lambda *args, true=windows.predictions: passes.append(0) or true(*args))
+    assert main(["eval", str(plain), *BRIEF[:-1], "1", "--out", str(tmp_path / "scores")]) == 0
     said = capsys.readouterr()
     assert "Perplexity on pydocs" in said.out and "KL" not in said.out and "names no original" in said.err
+    assert "There is no baseline" in said.out and len(passes) == 1
+    record = read_record(tmp_path / "scores" / "record.json")
+    assert record["scores"]["baseline"] == {} == record["difference"] and list(record["speed"]) == ["compressed"]
+    assert record["scores"]["compressed"]["bits_per_weight"] == pytest.approx(16, abs=0.1)
+    assert "There is no baseline" in (tmp_path / "scores" / "report.html").read_text()
     (plain / "README.md").write_text("---\nbase_model: tiny\n---\n# A model\n")
     assert main(["eval", str(plain), *BRIEF]) == 0
     assert "KL to the baseline on pydocs" in capsys.readouterr().out, "its card names the original"
+
+
+def test_a_baseline_that_reads_other_tokens_is_refused(plain, saved, capsys):
+    tokenizer = json.loads((plain / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    one, other = list(words)[:2]
+    words[one], words[other] = words[other], words[one]
+    (plain / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert main(["eval", str(saved), *BRIEF, "--baseline", str(plain)]) == 2
+    assert "its tokens are not those of" in capsys.readouterr().err
 
 
 def test_runs_are_listed_filtered_and_deleted(sweep, runs, capsys, monkeypatch):
@@ -128,6 +150,38 @@ def test_runs_are_listed_filtered_and_deleted(sweep, runs, capsys, monkeypatch):
     assert f"{done} is running" in said.err and place.complete() and not (runs / f"{failed}.failed").exists()
     assert main([*here, "--delete", done]) == 0 and not place.folder.exists()
     assert done not in (runs / "index.html").read_text()
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_only_runs_are_deleted(record, saved, tmp_path, capsys):
+    """In a folder that is not one of runs: a saved model with its record, and a page of another program."""
+    model, page = tmp_path / "here" / "model", tmp_path / "here" / "page"
+    shutil.copytree(saved, model)
+    page.mkdir()
+    (page / "manifest.json").write_text('{"name": "a page", "icons": []}')
+    seal(model, {"key": "model", "save_format": "workbench"})
+    if record:
+        source = next((ROOT / "reports" / "published").glob("gptq-smollm2-135m*.json"))
+        for folder in (model, page):
+            shutil.copy(source, folder / "record.json")
+    before = sorted(path.name for path in (tmp_path / "here").rglob("*"))
+    for name in ("model", "page"):
+        assert main(["list", "--runs", str(tmp_path / "here"), "--delete", "--yes", name]) == 1
+        assert f"{name} is no run" in capsys.readouterr().err
+    assert set(before) <= {path.name for path in (tmp_path / "here").rglob("*")}
+
+
+def test_the_page_is_put_beside_a_model_in_the_home_folder(tmp_path, monkeypatch, capsys):
+    """The shell leaves the tilde of --out=~/mine to us."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (run := tmp_path / "runs" / "key").mkdir(parents=True)
+    shutil.copy(next((ROOT / "reports" / "published").glob("recipe-*.json")), run / "record.json")
+    (run / "report.html").write_text("a page")
+    values = {"save_path": "~/mine", "save_format": "workbench", "recipe": "rtn", "model_name": "tiny"}
+    complete(types.SimpleNamespace(values=values, key="key"), tmp_path / "runs")
+    assert (tmp_path / "home" / "mine" / "report.html").is_file() and not (tmp_path / "~").exists()
+    assert f"workbench eval {tmp_path / 'home' / 'mine'}" in capsys.readouterr().out
 
 
 def test_data_that_a_sweep_needs_are_found_or_missed(tmp_path, monkeypatch, capsys):

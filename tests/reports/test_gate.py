@@ -26,8 +26,8 @@ B = {
 }
 
 
-def record(scores: dict[str, float]) -> RunRecord:
-    return row(RunRecord, {"scores": {"baseline": {}, "compressed": scores}})
+def record(scores: dict[str, float], **more) -> RunRecord:
+    return row(RunRecord, {"scores": {"baseline": {}, "compressed": scores}, **more})
 
 
 def answer(content, b=B, a=A):
@@ -52,13 +52,15 @@ def test_a_limit_is_kept_or_not(rules, kept):
 
 
 @pytest.mark.parametrize(
-    "rule, value", [("max", 100), ("min", 0), ("max_ratio", 100), ("max_rise", 100), ("min_ratio", 0)]
+    "metric, rule, value",
+    [("perplexity_text", rule, 100) for rule in ("max", "max_ratio", "max_rise")]
+    + [("acc_x", "min", 0), ("acc_x", "min_ratio", 0), ("acc_x", "max_fall", 9)],
 )
 @pytest.mark.parametrize("lost", [math.nan, math.inf, None])
-def test_a_metric_that_the_second_run_lost_is_not_kept(lost, rule, value):
-    without = {name: number for name, number in B.items() if name != "perplexity_text"}
-    without |= {} if lost is None else {"perplexity_text": lost}
-    (checked,) = answer({"perplexity_*": {rule: value}}, without).rows
+def test_a_metric_that_the_second_run_lost_is_not_kept(lost, metric, rule, value):
+    without = {name: number for name, number in B.items() if name != metric}
+    without |= {} if lost is None else {metric: lost}
+    (checked,) = answer({f"{metric[:-1]}*": {rule: value}}, without).rows
     assert not checked.kept and checked.said == f"{'missing' if lost is None else 'not finite'} in the second run"
 
 
@@ -74,6 +76,62 @@ def test_a_limit_that_noise_alone_could_break_says_so_and_is_not_kept():
     assert not row.kept and "noise alone could do this" in row.said
     (row,) = answer({"kl_text": {"max": 0.1}}).rows
     assert not row.kept and "noise" not in row.said
+
+
+@pytest.mark.parametrize(
+    "rule, low, noise",
+    [("min", 109, True), ("min", 120, False), ("min_ratio", 1.0, True), ("min_ratio", 1.2, False),
+     ("max_fall", -5, True), ("max_fall", -30, False)],
+)  # fmt: skip
+def test_a_speed_breaks_a_limit_by_more_than_the_spread_of_one_model_timed_twice(rule, low, noise):
+    """The one rule of noise: its interval is about ± 5 %, and the quartiles do not matter."""
+
+    def timed(speed: float, **more) -> RunRecord:
+        row = {
+            "decode_tokens_per_s": speed,
+            "decode_quartiles": [speed, speed],
+            "settings": {"rounds": 3},
+            "spread": {"decode": 0.1},
+        }
+        return record({"decode_tokens_per_s": speed}, speed={"compressed": row | more})
+
+    gate = gate_of({"decode_tokens_per_s": {rule: low}}, "gate.yml")
+    (found,) = gate.of(timed(106.0), timed(105.0)).rows
+    assert not found.kept and ("noise alone" in found.said) is noise
+    (found,) = gate.of(timed(106.0), timed(50.0, load={"others": 0.5})).rows
+    assert not found.kept and "noise alone" in found.said, "a disturbed timing tells nothing"
+
+
+def test_the_time_to_the_first_token_has_the_noise_of_the_prompt():
+    row = {"prefill_tokens_per_s": 500.0, "settings": {"rounds": 3}, "spread": {"prefill": 0.1}}
+    own = record({"time_to_first_token_s": 1.0}, speed={"compressed": row})
+    for limit, noise in ((0.96, True), (0.9, False)):
+        (found,) = gate_of({"time_to_first_token_s": {"max": limit}}, "gate.yml").of(own, own).rows
+        assert not found.kept and ("noise alone" in found.said) is noise
+
+
+def test_runs_that_measured_otherwise_are_not_compared():
+    text = {"tokens": 1000, "window": 512, "stride": None, "bos": "once", "windows": 2}
+    limits = {"perplexity_text": {"max": 11, "max_ratio": 2}}
+    for other, kept in (({}, [True, True]), ({"window": 64}, [True, False])):
+        a, b = record(A, texts={"text": text}), record(B, texts={"text": text | other})
+        found = gate_of(limits, "gate.yml").of(a, b).rows
+        assert [one.kept for one in found] == kept
+    assert found[1].said == "the runs cannot be compared: other amounts of text"
+    a, b = (
+        record(A, texts={"text": one}, tasks={"rows": [{"task": "x", "metric": "acc", "n": n}]})
+        for one, n in ((text, 5), (text, 9))
+    )
+    (found,) = gate_of({"acc_x": {"max_fall": 1}}, "gate.yml").of(a, b).rows
+    assert not found.kept and "other questions" in found.said
+
+
+@pytest.mark.parametrize("limits", [{"kl_text": {"min": 0.1}}, {"acc_*": {"max": 0.9, "max_rise": 0.1}}])
+def test_a_gate_that_no_bad_model_breaks_is_refused(limits):
+    with pytest.raises(ValueError, match="of it is better: it needs one of"):
+        answer(limits)
+    name, rules = next(iter(limits.items()))
+    assert answer({name: rules | {"max": 1.0, "min": 0.0}}).rows, "both sides may be bounded"
 
 
 @pytest.mark.parametrize(

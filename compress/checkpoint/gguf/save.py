@@ -34,6 +34,7 @@ from compress.checkpoint.tied import true_config
 from compress.checkpoint.verify import prompts
 from compress.embedding import compressed_embeddings
 from compress.linear import compressed_linears, replace
+from kernels.support.modes import evaluating
 
 FLOATS = (GGML.F32, GGML.F16, GGML.BF16)
 # Largest difference of the logits at the median position, relative to their standard deviation, that 16-bit embeddings
@@ -198,10 +199,8 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, str, l
     device = next(model.parameters()).device
     again.set_attn_implementation(model.config._attn_implementation)
     ids = prompts(model, checkpoint.tokenizer).to(device)
-    training = model.training
-    with _weights_alone(model):
-        expected = model.eval()(ids).logits.float()
-    model.train(training)
+    with _weights_alone(model), evaluating(model):
+        expected = model(ids).logits.float()
     found = again.to(device)(ids).logits.float()
     by_position = (expected - found).abs().amax(-1)  # [prompts, T]
     median, largest = by_position.median().item(), by_position.max().item()

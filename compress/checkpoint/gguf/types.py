@@ -129,7 +129,7 @@ def rounding(W: Tensor, data: np.ndarray, kind: GGML) -> float:
     else:
         width = expected.shape[-1]
         change, reach = change.reshape(-1, width).max(-1), np.abs(expected.reshape(-1, width)).max(-1)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # inf / inf is not finite, either
         relative = np.where(change == 0, 0, change / np.maximum(reach, np.finfo(np.float32).tiny))
     worst = float(relative.max(initial=0))
     return worst if np.isfinite(worst) else float("inf")

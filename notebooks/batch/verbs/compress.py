@@ -116,10 +116,10 @@ def complete(planned, runs: Path) -> None:
     """Put the page beside the model, unless there is one, and print what was made."""
     from eval.record.rows import typed
     from eval.record.schema import read_record
-    from notebooks.batch.saved_model import PAGE, copy_whole
+    from notebooks.batch.saved_model import PAGE, copy_whole, saved_model
     from notebooks.batch.status import folder_of
 
-    run, place = folder_of(planned, runs), Path(planned.values["save_path"])
+    run, place = folder_of(planned, runs), saved_model(planned.values, planned.key).place
     if not (place / PAGE).exists() and (run / PAGE).is_file():
         copy_whole(run / PAGE, place / PAGE)
     record = typed(read_record(run / "record.json"))

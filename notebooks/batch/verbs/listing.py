@@ -90,16 +90,17 @@ def _changed(key: str, folder: Path) -> float:
 
 
 def _delete(keys: Sequence[str], folder: Path, sure: bool) -> int:
-    """Delete runs after a question that names what goes; those that an attempt works on stay."""
+    """Delete runs after a question that names what goes; those that an attempt works on stay, and what is no run."""
     from notebooks.batch.leases import held
     from notebooks.batch.pages import write_index
     from notebooks.batch.run_folder import RunFolder
 
     places = [RunFolder(folder / key, key) for key in keys]
-    running = [place.folder.name for place in places if held(place.lease)]
-    going = [place for place in places if place.folder.name not in running]
-    for key in running:
-        print(f"workbench: {key} is running, and stays", file=sys.stderr)
+    staying = {place.folder.name: "running" for place in places if held(place.lease)}
+    staying |= {place.folder.name: "no run: it has no notebook" for place in places if not place.holds_run()}
+    going = [place for place in places if place.folder.name not in staying]
+    for key, why in staying.items():
+        print(f"workbench: {key} is {why}, and stays", file=sys.stderr)
     if not going:
         return 1
     print(f"\nThis deletes {len(going)} run{'s' * (len(going) != 1)} with their notebooks, records and pages:")

@@ -1,11 +1,9 @@
 """`workbench eval DIR`: scores a saved model, ours or of others, against the model from which it was made."""
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-_ITSELF = ("kl_", "top1_agreement_")  # metrics that compare with a baseline, and say nothing without one
 NAME = "eval"  # where a record names its notebook
 
 
@@ -38,14 +36,13 @@ def score(options: argparse.Namespace) -> int:
 
     disable_progress_bar()
     model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
-    baseline = load_model(original, dtype=options.dtype, device=options.device)[0] if original else model
+    baseline = _baseline(options, original, tokenizer) if original else None
     texts = {options.text: held_out(tokenizer, corpus=options.text)}
     amounts = {"window": options.window, "max_windows": options.max_windows}
     how = {**amounts, "speed_rounds": options.speed_rounds, "write_tokens": 0}
-    check_evaluation(baseline, texts, **how)
+    for one in filter(None, (model, baseline)):
+        check_evaluation(one, texts, **how)
     scores = evaluate(model, tokenizer, baseline=baseline, texts=texts, beginning=beginning(tokenizer), **how)
-    if not original:
-        scores = _alone(scores)
     print(_table(scores))
     for note in scores.notes:
         print(f"note: {note}")
@@ -77,11 +74,19 @@ def _checked(options: argparse.Namespace) -> str:
     return baseline_of(options.model, options.baseline)
 
 
-def _alone(scores: Any) -> Any:
-    """The scores of a model without a baseline, which was compared with itself so far."""
-    found = scores.metrics["compressed"]
-    own = {metric: value for metric, value in found.items() if not metric.startswith(_ITSELF)}
-    return replace(scores, metrics={"baseline": {}, "compressed": own}, difference={})
+def _baseline(options: argparse.Namespace, original: str, tokenizer: Any) -> Any:
+    """The original model.
+
+    Raises:
+        ValueError: it reads texts as other tokens.
+    """
+    from compress import load_model
+
+    baseline, own = load_model(original, dtype=options.dtype, device=options.device)
+    if own.get_vocab() != tokenizer.get_vocab():
+        said = f"its tokens are not those of {options.model}, so that their scores cannot be compared"
+        raise ValueError(f"`--baseline` (={original!r}): {said}; name the model from which it was made")
+    return baseline
 
 
 def _table(scores: Any) -> str:
