@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from compress.checkpoint.bitsandbytes import Bitsandbytes
 from compress.checkpoint.card import write_card
 from compress.checkpoint.checksums import write_checksums
 from compress.checkpoint.compressed_tensors import CompressedTensors
@@ -29,7 +30,7 @@ from compress.transforms.stream import stream_of
 from compress.walk.offload import is_offloaded
 
 SAVE_FORMATS: dict[str, SaveFormat] = {
-    one.name: one for one in (Workbench(), CompressedTensors(), GPTQFormat(), GGUF())
+    one.name: one for one in (Workbench(), CompressedTensors(), GPTQFormat(), Bitsandbytes(), GGUF())
 }
 
 

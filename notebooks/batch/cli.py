@@ -163,7 +163,7 @@ def _parser() -> argparse.ArgumentParser:
             },
         ),
     )
-    exported.add_argument("--format", required=True, help="compressed-tensors, gptq or gguf")
+    exported.add_argument("--format", required=True, help="compressed-tensors, gptq, bitsandbytes or gguf")
     exported.add_argument(
         "--to", metavar="FOLDER", type=Path, default=None, help="new folder to write (default: CHECKPOINT-FORMAT)"
     )

@@ -3,7 +3,7 @@ be told apart."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from reports.compare.noise import ahead, better
 from reports.compare.pareto import Axis, PlaneModels, Spot
 from reports.compare.variants import Variant, drift
 from reports.parts.caches import WHEN
-from reports.parts.text import clean, listed, plural
+from reports.parts.text import clean, listed, measured_up_to, plural
 
 ALLOWED_LOSS = 0.05
 _MOST = 3  # recipes in a sentence about several
@@ -82,7 +82,8 @@ def decisions(planes: Sequence[PlaneModels], loss: float = ALLOWED_LOSS, *, numb
 
     Args:
         loss: the loss of accuracy, as a share, that the smallest recipe may have (`_BOUNDS` has its meaning).
-        numbered: whether names begin with the numbers of the leaderboard's rows.
+        numbered: whether names begin with the numbers of the leaderboard's rows, and the largest model is named, which
+            the page of a single run says itself.
     """
     weights = [one.spots[0].variant.weights for one in planes]
     fields: dict[str, Field] = {}
@@ -94,7 +95,11 @@ def decisions(planes: Sequence[PlaneModels], loss: float = ALLOWED_LOSS, *, numb
         elif own.axis == axis:
             own.speeds.append(spots)
     about = clean(planes[0].spots[0].variant.model, 60) if len(set(weights)) > 1 else ""
-    return [_decide(field, about, loss) for field in fields.values() if field.sizes]
+    made = [_decide(field, about, loss) for field in fields.values() if field.sizes]
+    if not numbered or not made:
+        return made
+    largest = measured_up_to(s.variant.run.measured.model.parameters for one in planes for s in one.spots)
+    return [*made[:-1], replace(made[-1], remarks=(*made[-1].remarks, *largest))]
 
 
 def short_names(planes: Sequence[PlaneModels], numbered: bool) -> dict[tuple[str, str], str]:
@@ -217,32 +222,39 @@ def _reason(instead: Spot, spot: Spot) -> str:
 
 
 def standing(planes: Sequence[PlaneModels], found: Sequence[Variant], name: str) -> list[str]:
-    """Sentences on one model against the others of its page: good or bad in accuracy and bytes, and in accuracy and
-    speed; if no others have a known size, in accuracy alone.
+    """What one model is against the others of its page: good or bad for its bytes, and for its speed, at its accuracy;
+    if no others have a known size, sentences on its accuracy alone.
 
     Args:
         planes: of the models of one run.
         found: these models.
         name: of the model in the record.
     """
-    said: dict[str, str] = {}
+    judged: dict[str, tuple[str, str]] = {}
     names = short_names(planes, False)
     for axis, kind, spots, _ in planes:
         mine = next((s for s in spots if s.variant.name == name), None)
-        if mine and kind not in said and len(spots) > 2:
-            what = {"stored": "size", "cache": "bytes", "decode": "speed"}.get(kind, f"speed {kind}")
-            said[kind] = _stands(Field(axis, spots, [], names), mine, spots, f"accuracy and {what}")
-    return list(said.values()) or _by_accuracy(found, name)
+        if mine and kind not in judged and len(spots) > 2:
+            judged[kind] = _judged(Field(axis, spots, [], names), mine, spots, kind)
+    if not judged:
+        return _by_accuracy(found, name)
+    words = [word for word, _ in judged.values()]
+    turns = [i > 0 and words[i] != words[i - 1] for i in range(len(words))]
+    said = "; ".join("but " * turn + text for turn, (_, text) in zip(turns, judged.values(), strict=True))
+    return [f"{said[0].upper()}{said[1:]}."]
 
 
-def _stands(field: Field, mine: Spot, spots: Sequence[Spot], what: str) -> str:
+def _judged(field: Field, mine: Spot, spots: Sequence[Spot], kind: str) -> tuple[str, str]:
+    """Good, bad or neither, and why, for the bytes or the speed of a model."""
+    named = {"stored": "its size", "cache": "the size of its cache", "decode": "its speed"}.get(kind, f"its speed {kind}")
     if mine.standing.status == "front":
         others = plural(len(spots) - 1, "other model")
-        return f"Good in {what}: of the {others} of this page, none is better in one and as good in the other."
+        like = "as small" if mine.amount.sign < 0 else "as fast"
+        return "good", f"good for {named}: none of the {others} of this page is {like} and as accurate"
     instead = spots[mine.standing.by]
     if mine.standing.status == "noise":
-        return f"Neither good nor bad in {what}: {field.name(instead)} looks better, but within the noise."
-    return f"Bad in {what}: {field.name(instead)} is {_reason(instead, mine)}."
+        return "neither", f"neither good nor bad for {named}: {field.name(instead)} looks better, within the noise"
+    return "bad", f"bad for {named}: {field.name(instead)} is {_reason(instead, mine)}"
 
 
 def _by_accuracy(found: Sequence[Variant], name: str) -> list[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.record.metrics import MetricTable, fmt, metric_table, number, percent
+from eval.record.metrics import METRICS, MetricTable, fmt, metric_table, number, percent
 from eval.record.rows import LayerRow, RunRecord, typed
 from reports.compare.decision import decisions, standing
 from reports.compare.outcome import RunOutcome
@@ -18,7 +18,7 @@ from reports.parts.downloads import numbers, with_downloads
 from reports.parts.figures import NOTEBOOK, Figures, framed
 from reports.parts.files import Report, environment, with_contents, with_links, write_page
 from reports.parts.labels import Point, scatter
-from reports.parts.text import clean
+from reports.parts.text import clean, measured_up_to
 
 MAX_OTHERS = 2  # further models, besides baseline and compressed, with columns in the table of scores
 
@@ -50,12 +50,13 @@ class Page:
         on = plane_models(found)
         measured = {"evaluated": evaluation.context(run), "resources": resources.context(run)}
         measured |= {"decisions": decisions(on, numbered=False), "answers": answers.context(run, folder)}
+        largest = measured_up_to([run.model.parameters])
         if run.cache:
             of_cache = kv.context(run)
-            of_cache["verdict"] += standing(on, found, "compressed")
+            of_cache["verdict"] += standing(on, found, "compressed") + largest
             return cls("cache.html", {**measured, **of_cache}, of_cache["cards"], [of_cache["pareto"]])
         context = {**measured, **_context(run)}
-        context["verdict"] = standing(on, found, "compressed") + context["verdict"]
+        context["verdict"] = [*standing(on, found, "compressed"), *context["verdict"], *largest]
         pruned, compared = context["pruned"].get("figures", ""), context["compared"].get("by_size", "")
         figures = [pruned, compared, context["speed"], context["errors"], context["size"]]
         return cls("report.html", context, context["cards"], figures)
@@ -115,8 +116,13 @@ def _context(run: RunRecord) -> dict[str, Any]:
 
 
 def scores_table(run: RunRecord) -> MetricTable:
-    """The scores of the first models of a run."""
-    return metric_table(run.models[: 2 + MAX_OTHERS], run.scores, run.counts)
+    """The scores of the first models of a run; a speed that is that of the step alone is called so."""
+    own = metric_table(run.models[: 2 + MAX_OTHERS], run.scores, run.counts)
+    if run.by_generate:
+        return own
+    labels = {prefix: label for prefix, label, *_ in METRICS}
+    decode, step = labels["decode_tokens_per_s"], labels["step_tokens_per_s"]
+    return own._replace(rows=[row._replace(label=step) if row.label == decode else row for row in own.rows])
 
 
 def _noise(run: RunRecord, metric: str) -> str:
@@ -137,7 +143,9 @@ def _cards(run: RunRecord) -> list[tuple[str, str]]:
     for phase in ("decode", "prefill"):
         if ratio := run.ratio(f"{phase}_tokens_per_s"):
             noise = _noise(run, f"{phase}_tokens_per_s")
-            cards.append((fmt(ratio, unit="×"), f"{phase} speed against the strongest 16-bit baseline{noise}"))
+            alone = phase == "decode" and not run.by_generate
+            speed = "speed of the decoding step" if alone else f"{phase} speed"
+            cards.append((fmt(ratio, unit="×"), f"{speed} against the strongest 16-bit baseline{noise}"))
     if recovered := evaluation.recovery_card(run):
         cards.append(recovered)
     return cards

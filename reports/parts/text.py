@@ -1,6 +1,7 @@
 """Text from records on a page: without control characters, of limited length, and links that lead to files only."""
 
 import re
+from collections.abc import Iterable
 from urllib.parse import quote
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -41,3 +42,16 @@ def listed(words: list[str], most: int = 6, count: int | None = None) -> str:
 def plural(count: int, word: str) -> str:
     """1 run, 2 runs."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def measured_up_to(parameters: Iterable[int | None]) -> list[str]:
+    """A sentence on the largest model on which a verdict rests; [] if no size is known.
+
+    Args:
+        parameters: the number of parameters of each model.
+    """
+    largest = max(filter(None, parameters), default=0)
+    if not largest:
+        return []
+    size = f"{largest / 1e9:,.3g} billion" if largest >= 1e9 else f"{largest / 1e6:,.3g} million"
+    return [f"The largest model measured here has {size} parameters; larger ones may behave otherwise."]

@@ -35,7 +35,7 @@ from tests.pretended import GPU
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = {"bnb_nf4", "bnb_int8"}  # bitsandbytes launches kernels of its own
-UNMOVED = {"compressed-tensors"}  # its library holds a loaded model's parameters where only a real GPU moves them
+UNMOVED = {"compressed-tensors", "bitsandbytes"}  # their libraries need a real GPU
 TRAINED = {"kvzap": train_kvzap.train, "locret": train_locret.train, "matryoshka": find_components.find}
 SMALL = {"snapkv": {"observed": 4}, "expected_attention": {"future": 16}}  # knobs for short prompts
 STEPS = {  # recipes whose steps of decoding never wait

@@ -205,7 +205,7 @@ def test_a_bad_input_ends_at_plan_with_a_sentence(case, tmp_path, monkeypatch):
     assert said.startswith("workbench: ") and not {"m", "saved-gguf", "saved-compressed-tensors"} & set(
         os.listdir(tmp_path)
     )
-    assert f"### {case[0]}\n" in PAGE.read_text() and len(said) < 1000
+    assert len(said) < 1000 and section(case, said) in PAGE.read_text(), "`python tests/notebooks/test_bad_input.py`"
 
 
 # Parameters that take any number (`seed`), or that only select linears, folders and files; and 0 where it means "none".
@@ -279,15 +279,20 @@ def write_page() -> None:
         "What `workbench` prints for each. The exit status is 2, and nothing has been written; it is 1 for a disk that",
         "is full half way, which leaves nothing behind either. The commands run in a folder with the files that they",
         "name; `…` stands for it. `saved` is a model that the workbench saved. Written by",
-        "`python tests/notebooks/test_bad_input.py`; the test in the same file runs every command.",
+        "`python tests/notebooks/test_bad_input.py`; the test in the same file runs every command and compares.",
     ]
     for case in CASES:
         with tempfile.TemporaryDirectory() as folder:
             status, said = answer(case, Path(folder))
         assert status == (1 if case[0] in HALF_WAY else 2), (case, said)
-        command = case[1].replace(_DEEP, "[[[…]]]")
-        parts += ["", f"### {case[0]}", "", "```", f"$ workbench {command}", said, "```"]
+        parts += ["", section(case, said)]
     PAGE.write_text("\n".join(parts) + "\n", encoding="utf-8")
+
+
+def section(case: tuple[str, str, Callable[[Path], object] | None, str], said: str) -> str:
+    """The section of the page on a case: its command, and what it prints."""
+    command = case[1].replace(_DEEP, "[[[…]]]")
+    return "\n".join([f"### {case[0]}", "", "```", f"$ workbench {command}", said, "```"])
 
 
 if __name__ == "__main__":

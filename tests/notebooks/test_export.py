@@ -6,26 +6,30 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compress import METHODS, apply, load_compressed, save_compressed
+from compress import apply, load_compressed, save_compressed
 from compress.checkpoint import save
 from notebooks.batch.cli import main
 
 
 @pytest.fixture
-def saved(tiny, tmp_path):
-    """A model in the workbench's own format, without a tokenizer."""
-    model = tiny("llama").to(torch.bfloat16)
-    return save_compressed(apply([METHODS["rtn"](bits=4, group_size=32)], model), tmp_path / "saved")
+def saved(tiny, tmp_path, request):
+    """A model in the workbench's own format, without a tokenizer; the parameter is the recipe."""
+    recipe = getattr(request, "param", "rtn(bits=4, group_size=32)")
+    return save_compressed(apply(recipe, tiny("llama").to(torch.bfloat16)), tmp_path / "saved")
 
 
-@pytest.mark.parametrize("save_format", [name for name in save.SAVE_FORMATS if name != "workbench"])
+RECIPES = {name: "rtn(bits=4, group_size=32)" for name in save.SAVE_FORMATS if name != "workbench"}
+RECIPES["bitsandbytes"] = "bnb_nf4(blocksize=32)"
+
+
+@pytest.mark.parametrize("save_format, saved", RECIPES.items(), indirect=["saved"])
 def test_a_checkpoint_is_exported(saved, save_format, capsys, tokens):
     assert main(["export", str(saved), "--format", save_format]) == 0
     target, said = saved.with_name(f"saved-{save_format}"), capsys.readouterr().out
     for path in target.iterdir():
         assert path.name in said and f"{path.stat().st_size:,} bytes" in said
     assert "loaded again by " in said and "MB in the workbench's own format" in said
-    if save_format == "compressed-tensors":
+    if save_format in ("compressed-tensors", "bitsandbytes"):
         ours, theirs = load_compressed(saved), AutoModelForCausalLM.from_pretrained(target, dtype="auto")
         batch = tokens(1)[0]
         assert torch.allclose(ours(batch).logits, theirs(batch).logits, atol=0.05)

@@ -12,6 +12,7 @@ from reports.compare.decision import decisions, standing
 from reports.compare.pareto import plane_models
 from reports.compare.variants import variants
 from reports.page.render import Page, page
+from reports.parts.text import measured_up_to
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "reports" / "published"
 
@@ -98,10 +99,38 @@ def test_a_recipe_is_good_or_bad_against_its_neighbours(weights):
     found = variants([weights])
     on = plane_models(found)
     assert standing(on, found, "compressed")[0] == (
-        "Bad in accuracy and size: gptq(bits=4) + rtn(bits=8) is smaller and more accurate."
+        "Bad for its size: gptq(bits=4) + rtn(bits=8) is smaller and more accurate; "
+        "bad for its speed: gptq(bits=4) + rtn(bits=8) is as fast and more accurate."
     )
     best = next(v for v in found if v.number == 1)
-    assert standing(on, found, best.name)[0].startswith("Good in accuracy and size: of the ")
+    assert standing(on, found, best.name)[0].startswith("Good for its size: none of the ")
     alone = read_record(next(PUBLISHED.glob("gptq-smollm2*.json")))
     said = Page.of(typed(alone)).context["verdict"][0]
     assert said.startswith("Good: more accurate than rtn_search, rtn of this page (KL on wikitext2).")
+
+
+def test_good_for_one_and_bad_for_the_other_is_one_sentence(weights):
+    found = variants([weights])
+    said = {v.name: " ".join(standing(plane_models(found), found, v.name)) for v in found}
+    assert said["awq(bits=3)"] == (
+        "Bad for its size: gptq(bits=4) + rtn(bits=8) is smaller and more accurate; but good for its speed: none of the "
+        "10 other models of this page is as fast and as accurate."
+    )
+
+
+def test_every_verdict_names_the_largest_model(weights):
+    limit = "The largest model measured here has {} million parameters; larger ones may behave otherwise."
+    gemma = outcome("smoothquant-gemma3")
+    assert compare_page([weights, gemma]).count(limit.format("268")) == 1
+    for name, size in (("weight-only-smollm2", "135"), ("kv-eviction-gemma3", "268")):
+        verdict = Page.of(typed(read_record(next(PUBLISHED.glob(f"{name}*.json"))))).context["verdict"]
+        assert verdict.count(limit.format(size)) == 1
+    assert measured_up_to([None]) == [] and "has 8.03 billion" in measured_up_to([None, 8_030_000_000, 1])[0]
+
+
+def test_the_speed_of_early_records_is_called_that_of_the_step():
+    record = read_record(next(PUBLISHED.glob("smoothquant-smollm2*.json")))
+    shown = page(record)
+    assert "Decoding step alone <small>tokens/s" in shown and "speed of the decoding step against" in shown
+    record["speed"]["compressed"]["step_tokens_per_s"] = 1.0
+    assert "Decode <small>tokens/s" in page(record)

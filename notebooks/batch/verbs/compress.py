@@ -31,7 +31,7 @@ def declare(command) -> argparse.ArgumentParser:
         "--format",
         metavar="FORMAT",
         default=OWN,
-        help="own (default; holds every recipe, read by load_model), compressed-tensors, gptq or gguf",
+        help="own (default; holds every recipe, read by load_model), compressed-tensors, gptq, bitsandbytes or gguf",
     )
     return parser
 
