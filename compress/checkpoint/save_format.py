@@ -15,12 +15,12 @@ from compress.records import DropRecord, LayerRecord
 from compress.result import Result
 from kernels.support.errors import first_line
 
-STORY = "compression.json"  # the steps that made the model
+INFO_FILE = "compression.json"  # the steps that made the model
 VERIFICATION = "verification.json"  # the result of loading it again
 
 
 @dataclass(frozen=True)
-class Story:
+class CheckpointInfo:
     """The record of how a compressed model was made, as JSON: the content of `compression.json` in every checkpoint.
 
     Attributes:
@@ -39,13 +39,13 @@ class Story:
     kept: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def read(cls, folder: Path) -> "Story":
-        """The story of a checkpoint.
+    def read(cls, folder: Path) -> "CheckpointInfo":
+        """The content of a checkpoint's `compression.json`.
 
         Raises:
-            ValueError: the folder holds no readable story.
+            ValueError: the folder has no such file, or it cannot be read.
         """
-        path = folder / STORY
+        path = folder / INFO_FILE
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             known = {field.name for field in fields(cls)}
@@ -54,7 +54,7 @@ class Story:
             raise ValueError(f"{str(path)!r} does not say how the model was made: {first_line(error)}") from error
 
     @classmethod
-    def of(cls, result: Result) -> "Story":
+    def of(cls, result: Result) -> "CheckpointInfo":
         return cls(
             recipe=[{"method": m.name, "knobs": m.values()} for m in result.recipe],
             model=result.identity,
@@ -84,14 +84,14 @@ class Story:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of a checkpoint: the model in memory, its tokenizer if there is one, and its story.
+    """The content of a checkpoint: the model in memory, its tokenizer if there is one, and how it was made.
 
     shard_bytes: size above which weights are written into a further file.
     """
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None
-    story: Story
+    info: CheckpointInfo
     shard_bytes: int = SHARD_BYTES
 
 
@@ -192,7 +192,7 @@ class SaveFormat:
         return ""
 
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:
-        """Write weights, configuration and tokenizer into an empty folder; the caller adds the story and the card."""
+        """Write weights, configuration and tokenizer into an empty folder; the caller adds the other files."""
         raise NotImplementedError
 
     def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:

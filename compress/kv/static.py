@@ -1,6 +1,8 @@
 """A compressed cache of fixed tensors, so that a whole step of decoding compiles: it appends in place and does not
 evict."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
@@ -14,12 +16,12 @@ from compress.kv.layer import KVLayer
 from compress.kv.policy import Policy, Projecting, Storage, precisions_of
 from compress.kv.precision import Held, Precision
 from compress.kv.reading.fixed import FixedReading, readings
-from compress.kv.reading.method import Glance, Reading
-from compress.kv.storage import Slab
+from compress.kv.reading.method import LayerQuery, Reading
+from compress.kv.storage import Slab, view_of
 from compress.kv.support import check_model, key_shape, key_shapes, left_alone, storing_layers
 from kernels.kv_decode import KV, dequantize_kv, kv_decode
 from kernels.step.cache import NewTokens
-from kernels.step.lent import Lent, ReadPositions
+from kernels.step.cache_view import EVERY, CacheView
 
 NAME = "workbench_kv_static"
 SMALL = 0.1  # size of made-up keys and values: with large ones, the logits depend on rounding
@@ -78,7 +80,7 @@ class StaticSlab(Held):
             k, _ = dequantize_kv(self.kv, self.tail[0].dtype)
             k = self.outwards(k)
             whole = Slab(k, k, torch.zeros_like(self.starts), Precision())
-            sparse.reading.scores(Glance(whole, k[:, :, :1], 1.0))
+            sparse.reading.scores(LayerQuery(whole, k[:, :, :1], 1.0))
             self.notes = whole.notes
 
     def attend(self, q: Tensor, scale: float | None = None, softcap: float | None = None) -> Tensor:
@@ -96,18 +98,16 @@ class StaticSlab(Held):
         self.at.add_(1)
         self.lengths.add_(1)
 
-    def lend(self) -> Lent | None:
+    def lend(self) -> CacheView | None:
         """The held positions, for a step of decoding that appends a token itself, which `at` and `lengths` do not
         count; None if such steps do not support the form of the positions, or the choice of them."""
-        sparse = ReadPositions() if self.sparse is None else self.sparse.lend(self)
+        sparse = EVERY if self.sparse is None else self.sparse.lend(self)
         if sparse is None or not self.read_by_steps:
             return None
         self.place += 1
-        counts, tail, held = [self.coded, self.place - 1], [[x] for x in self.tail], self.precision
-        how = held.group, held.rotates, held.rotates_values, sparse
-        if not self.coded:
-            return Lent(*tail, [], [], [], [], [self.starts], counts, 16, *how)
-        return Lent(*([x] for x in self.kv[:4]), *tail, [self.starts], counts, held.bits, *how)
+        codes = [[x] for x in self.kv[:4]] if self.coded else None
+        counts = [self.coded, self.place - 1]
+        return view_of(self.precision, codes, [[x] for x in self.tail], [self.starts], counts, sparse)
 
     def reset(self) -> None:
         """Return to the state at creation."""
@@ -135,13 +135,14 @@ class StaticKVLayer(StaticLayer):
         self.seen.add_(1)
         return key_states, value_states
 
-    def lend(self) -> Lent | None:
+    def lend(self) -> CacheView | None:
         """As `lend` of its slabs; None if one of them cannot be lent, or if their forms differ."""
         given = [slab.lend() for slab in self.slabs]
-        if not all(given) or len({one[8:] for one in given}) > 1:  # bits, group and rotation
+        forms = {(one.bits, one.group, one.turned_keys, one.turned_values, one.sparse) for one in given if one}
+        if not all(given) or len(forms) > 1:
             return None
-        columns = (sum(column, []) for column in list(zip(*given, strict=True))[:8])
-        return Lent(*columns, *given[0][8:])
+        lists = ("k", "v", "starts", "counts", "params_k", "params_v", "tail_k", "tail_v")
+        return replace(given[0], **{name: sum((getattr(one, name) for one in given), []) for name in lists})
 
     def get_seq_length(self) -> Tensor:
         return self.seen
@@ -175,14 +176,14 @@ class StaticWindow:
     def __init__(self, layer: StaticLayer, size: int) -> None:
         self.layer, self.size, self.place, self.starts = layer, size, 0, None
 
-    def lend(self) -> Lent:
+    def lend(self) -> CacheView:
         """The held positions, for a token that sees the last `size` positions, including itself."""
         keys, values = self.layer.keys, self.layer.values
         if self.starts is None:
             self.starts = torch.zeros(keys.shape[:2], dtype=torch.int32)
         self.place += 1
         self.starts.fill_(max(0, self.place - self.size))
-        return Lent([keys], [values], [], [], [], [], [self.starts], [0, self.place - 1], 16, 64)
+        return CacheView([keys], [values], [self.starts], [0, self.place - 1])
 
 
 def decoder(model: nn.Module) -> nn.Module:
@@ -282,7 +283,7 @@ class MadeUpCache(Cache):
             window.place = tokens
         return self
 
-    def lend(self, number: int) -> Lent | None:
+    def lend(self, number: int) -> CacheView | None:
         """The kept positions of a layer, for `kernels.step.cache.AttendingCache`; only `place` counts new tokens."""
         return self.windows.get(number, self.layers[number]).lend()
 

@@ -14,7 +14,7 @@ from transformers import Cache, PreTrainedTokenizerBase
 
 from compress import METHODS, Result
 from compress.inputs.corpus import load_text
-from compress.kv import Abreast, CompressedCache, attached, left_alone
+from compress.kv import CacheBatch, CompressedCache, attached, left_alone
 from compress.kv.policy import CacheMethod, Policy, Projecting, Storage
 from compress.kv.reading.method import Reading
 from compress.kv.static import MadeUpCache, check_timed, check_timed_model, decoder
@@ -223,7 +223,7 @@ def score_caches(
             finished=finished,
             variants={name: way(methods) for name, methods in recipes.recipes.items()},
             visibilities=visibilities,
-            abreast=Abreast,
+            batched=CacheBatch,
         )
 
 

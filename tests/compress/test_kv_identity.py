@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from compress import METHODS, apply
-from compress.kv import Abreast, attach, attached, attachment_of
+from compress.kv import CacheBatch, attach, attached, attachment_of
 from compress.kv.attach import check_attach
 from compress.kv.identity import small_copy
 from compress.kv.learned import locret
@@ -97,7 +97,7 @@ def test_layers_that_share_keys(kind, prompts):
         for one in (pair := [cache.compressed(METHODS["h2o"](budget=20)) for _ in "ab"]):
             one.paused = True
         alone = model(ids[:, 30:], past_key_values=copy.deepcopy(pair[0])).logits
-        both = model(ids[:, 30:].expand(2, -1), past_key_values=Abreast(pair)).logits
+        both = model(ids[:, 30:].expand(2, -1), past_key_values=CacheBatch(pair)).logits
         assert_close(both, alone.expand(2, -1, -1), **NEAR)
         assert not torch.allclose(alone[:, -1:], told, atol=0.01)  # something was evicted
         assert pair[0].get_seq_length() == 40 and [layer.length for layer in pair[0].own] == [30, 30]

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from compress import METHODS, apply
 from compress.kv import attach, attached, detach
 from compress.kv.eviction.knorm import KNorm
-from compress.kv.reading.method import Glance
+from compress.kv.reading.method import LayerQuery
 from compress.kv.reading.quest import bounds
 from compress.kv.reading.reader import choose, masked
 from compress.kv.static import MadeUpCache, decoder, static
@@ -277,7 +277,7 @@ def test_quest_scores_are_shares_of_the_heads_that_share(tiny):
     torch.manual_seed(0)
     k = torch.randn(1, 2, 16, 8)
     slab, q = Slab(k, k, torch.zeros(1, 2), METHODS["kv_int"](bits=8).precision), torch.randn(1, 4, 2, 8)
-    scores = READINGS["quest"]().scores(Glance(slab, q, 0.3))
+    scores = READINGS["quest"]().scores(LayerQuery(slab, q, 0.3))
     assert scores.shape == (1, 2, 2, 4) and torch.allclose(scores.sum(-1), torch.ones(1, 2, 2))
     pages, each = joined([slab])[0][0].unflatten(1, (4, 4)), []
     for head in range(4):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compress import METHODS
-from compress.kv import Abreast, attached
+from compress.kv import CacheBatch, attached
 from compress.kv.static import MadeUpCache, decoder, static
 from compress.recipe import parse_recipe
 from eval.contexts.answers import bootstrap
@@ -88,7 +88,7 @@ def test_caches_asked_together_answer_as_each_alone(sample, monkeypatch):
     alone = scored(model, [one], variants=variants)
     for size in (2, 16):
         monkeypatch.setattr("eval.contexts.long_context._AT_ONCE", size)
-        together = scored(model, [one], variants=variants, abreast=Abreast)
+        together = scored(model, [one], variants=variants, batched=CacheBatch)
         assert list(together.answers) == list(alone.answers)
         for name, groups in alone.answers.items():
             for key, (expected,) in groups.items():

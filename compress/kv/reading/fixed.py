@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from compress.kv.growing import Growing
-from compress.kv.reading.method import Glance, Reading, Role
+from compress.kv.reading.method import LayerQuery, Reading, Role
 from compress.kv.storage import from_start
 from kernels.kv_decode import KV, Listed, kv_decode
 from kernels.kv_decode.ranked import Ranked, kv_decode_ranked
-from kernels.step.lent import ReadPositions
+from kernels.step.cache_view import ReadPositions
 
 
 class FixedSlab(Protocol):
@@ -68,13 +68,13 @@ class FixedReading:
             if not self.role.chooses:
                 return slab.lifted(kv_decode(turned, slab.kv, slab.lengths, starts=slab.starts, **more))
             y, mass = kv_decode(turned, slab.kv, slab.lengths, starts=slab.starts, return_mass=True, **more)
-            glance = Glance(slab, q, scaling, from_start(mass, slab.starts)[:, :, None])
-            found = self._list(slab, glance)
+            query = LayerQuery(slab, q, scaling, from_start(mass, slab.starts)[:, :, None])
+            found = self._list(slab, query)
             self._leave(self.shared.chosen, found.listed() if isinstance(found, Ranked) else found)
             return slab.lifted(y)
         chosen: Listed | Ranked = self.shared.chosen
         if self.role.chooses:
-            chosen = self._list(slab, Glance(slab, q, scaling))
+            chosen = self._list(slab, LayerQuery(slab, q, scaling))
         if isinstance(chosen, Ranked):
             return slab.lifted(kv_decode_ranked(turned, slab.kv, chosen, **more))
         return slab.lifted(kv_decode(turned, slab.kv, chosen.lengths, indices=chosen.indices, **more))
@@ -98,10 +98,10 @@ class FixedReading:
         for held, new in zip(room, found, strict=True):
             held.copy_(new)
 
-    def _list(self, slab: FixedSlab, glance: Glance) -> Listed | Ranked:
+    def _list(self, slab: FixedSlab, query: LayerQuery) -> Listed | Ranked:
         """The last page, and other pages for the wanted number of positions, rounded down to pages."""
         self._count_pages(slab)
-        return self.reading.listed(glance, slab.starts, slab.lengths, pages=self.shared.pages, most=self.most)
+        return self.reading.listed(query, slab.starts, slab.lengths, pages=self.shared.pages, most=self.most)
 
 
 def readings(reading: Reading, slabs: Sequence[FixedSlab]) -> list[FixedReading]:
