@@ -21,7 +21,6 @@ from compress.kv.policy import CacheMethod
 from compress.memory import predicted
 from compress.method import Method, settle
 from compress.recipe import Recipe, methods_of
-from compress.records import Usage
 from compress.result import check_finished, makeup
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import check_runs, device_of
@@ -32,6 +31,7 @@ from compress.walk.offload import is_offloaded
 from compress.walk.once.calibrated import check_calibrate
 from compress.walk.parallel.ranks import current, joined
 from compress.walk.parallel.spawn import check_devices, device_of_process, process_count
+from eval.record.compression import Usage
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -75,25 +75,25 @@ def record(
             "parameters": with_short_names(run.parameters),
             "compression_s": round(result.seconds, 1),
             "evaluation_s": round(scores.seconds, 1),
-            "usage": {name: asdict(one.usage) for name, one in results.items() if getattr(one, "usage", None)},
+            "usage": {name: one.usage for name, one in results.items() if getattr(one, "usage", None)},
             "compressions_s": {name: round(one.seconds, 1) for name, one in results.items()},
         },
         "recipe": recipes["compressed"],
         "recipes": recipes,
         "model": result.identity,
         "calibration": result.calibration and with_short_names(result.calibration),
-        "layers": [asdict(layer) for layer in result.layers],
-        "folds": [asdict(fold) for fold in result.folds],
-        "drops": [asdict(drop) for drop in result.drops],
-        "allocation": result.allocation and asdict(result.allocation),
+        "layers": result.layers,
+        "folds": result.folds,
+        "drops": result.drops,
+        "allocation": result.allocation,
         "strengths": strengths or {"lines": []},
         "cache": cache,
         "kept": result.kept,
         "scores": _with(scores.metrics, measured.values()),
         "difference": scores.difference,
         "texts": scores.texts,
-        "speed": {name: asdict(speed) for name, speed in scores.speed.items()},
-        "samples": [asdict(sample) for sample in scores.samples],
+        "speed": scores.speed,
+        "samples": scores.samples,
         "notes": _notes(results) + scores.notes,
         "kernels": {op: ", ".join(used) for op, used in kernels.items()},
         "provenance": provenance(_shortened(run), scores.device, scores.dtype, scores.deploy_dtype),

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from compress.checkpoint.shards import SHARD_BYTES
 from compress.method import METHODS
-from compress.records import DropRecord, LayerRecord
 from compress.result import Result
+from eval.record.compression import DropRecord, LayerRecord
+from eval.record.reading import row
 from kernels.support.errors import first_line
 
 INFO_FILE = "compression.json"  # the steps that made the model
@@ -27,7 +28,7 @@ class CheckpointInfo:
         recipe: [{method, knobs}], each as it acts among the others, including methods of the cache.
         model: identity of the model before compression: name, weights_sha256, parameters.
         calibration: corpus, samples, seqlen, seed, sha256; None where no text was needed.
-        layers, drops: one record per weight, and per part of a block that could be dropped (`compress.records`).
+        layers, drops: one record per weight, and per part of a block that could be dropped (`eval.record.compression`).
         kept: every other weight: {name, shape, bytes, reason}.
     """
 
@@ -72,8 +73,8 @@ class CheckpointInfo:
             model=model,
             recipe=steps,
             asked=steps,
-            layers=[LayerRecord(**layer) for layer in self.layers],
-            drops=[DropRecord(**drop) for drop in self.drops],
+            layers=list(row(tuple[LayerRecord, ...], self.layers)),
+            drops=list(row(tuple[DropRecord, ...], self.drops)),
             kept=self.kept,
             identity=self.model,
             calibration=self.calibration,

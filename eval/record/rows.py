@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.record import noise
+from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord, Magnitudes
 from eval.record.measured import Bench, Cache, Cost, Generation, Interval, Measure, Sample, Settings, SpeedGrid, Tasks
 from eval.record.noise import Load
 from eval.record.reading import row
@@ -62,88 +63,6 @@ class Calibration:
     seed: int | None
     sha256: str
     overlap: int | None  # documents that were left out, because they are also in the text that is scored
-
-
-@dataclass(frozen=True)
-class LayerRow:
-    name: str
-    shape: tuple[int, ...]
-    format: str
-    bits_per_weight: float | None
-    error: float | None
-    rtn_error: float | None
-    seconds: float | None
-    notes: tuple[str, ...]
-    sparsity: float | None
-    distortion: dict[str, float]
-    choice: str | None
-    choices: dict[str, float]
-
-    @property
-    def weights(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Magnitudes:
-    """Magnitudes of channels; kurtosis: the mean over tokens of the kurtosis of a token's values, or None."""
-
-    max: float | None
-    median: float | None
-    kurtosis: float | None
-
-    @property
-    def outlier(self) -> float:
-        """The largest channel relative to the typical one."""
-        return (self.max or 0.0) / max(self.median or 0.0, 1e-30)
-
-
-@dataclass(frozen=True)
-class Channels:
-    x_before: Interval
-    x_after: Interval
-    w_before: Interval
-    w_after: Interval
-
-
-@dataclass(frozen=True)
-class Fold:
-    name: str
-    kind: str
-    consumers: tuple[str, ...]
-    alpha: float | None
-    x_before: Magnitudes
-    x_after: Magnitudes
-    w_before: Magnitudes
-    w_after: Magnitudes
-    error_before: float | None
-    error_after: float | None
-    difference: float | None
-    notes: tuple[str, ...]
-    channels: Channels | None
-
-
-@dataclass(frozen=True)
-class Drop:
-    name: str
-    kind: str
-    block: int | None
-    importance: float | None
-    order: int | None
-    parameters: int | None
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """chosen, curve: (bytes of the whole model, predicted loss)."""
-
-    loss: str
-    budget_bytes: float | None
-    beside_bytes: float | None
-    chosen: tuple[float, ...]
-    curve: tuple[tuple[float, ...], ...]
-    layers: int | None
-    seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -244,11 +163,11 @@ class RunRecord:
     recipes: dict[str, tuple[Step, ...]]
     model: ModelRef
     calibration: Calibration | None
-    layers: tuple[LayerRow, ...]
+    layers: tuple[LayerRecord, ...]
     inputs: dict[str, dict[str, Magnitudes]]
-    folds: tuple[Fold, ...]
-    drops: tuple[Drop, ...]
-    allocation: Allocation | None
+    folds: tuple[FoldRecord, ...]
+    drops: tuple[DropRecord, ...]
+    allocation: AllocationRecord | None
     strengths: Strengths
     cache: Cache | None
     kept: tuple[Kept, ...]
