@@ -17,7 +17,8 @@ from eval.machine.size import bits_per_weight, parameter_count, size
 from eval.record.html import CELL_COLOURS
 from eval.record.metrics import Change, metric_table
 from eval.record.rows import typed
-from eval.speed.speed import PLAIN, Speed, measure_speed, positions, standard_variants
+from eval.record.speed import Speed
+from eval.speed.speed import PLAIN, measure_speed, positions, standard_variants
 from eval.text.divergence import compare_on_text
 from eval.text.names import text_name
 from eval.text.through_cache import remark

@@ -1,10 +1,8 @@
-"""Rows of optional measurements: tasks, generations, speed grids, costs, caches, kernels."""
+"""Rows of optional measurements: tasks, generations, caches, kernels."""
 
 from dataclasses import dataclass
 
-from eval.record.noise import Ends, Load, counts, faster_by, speed_ends
-
-Interval = tuple[float, ...]  # (low, high), or (value, low, high)
+from eval.record.speed import CacheSpeed, Interval
 
 
 @dataclass(frozen=True)
@@ -123,78 +121,6 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class GridRow:
-    model: str
-    batch: int | None
-    prompt_tokens: int | None
-    prefill_tokens_per_s: float | None
-    prefill_quartiles: Interval
-    prefill_ratio: float | None
-    decode_tokens_per_s: float | None
-    decode_quartiles: Interval
-    decode_ratio: float | None
-    time_to_first_token_s: float | None
-    execution: str
-
-
-@dataclass(frozen=True)
-class SpeedGrid:
-    settings: Settings
-    rows: tuple[GridRow, ...]
-    spread: dict[str, float]
-    load: Load | None
-
-    def counts(self, row: GridRow, phase: str) -> bool:
-        """Does a model's speed in decode or prefill differ from that of the baseline in the same cell by more than
-        noise?"""
-        cell = [one for one in self.rows if (one.batch, one.prompt_tokens) == (row.batch, row.prompt_tokens)]
-        base = next((one for one in cell if one.model == "baseline"), None)
-        ends = [self._ends(one, phase) if one else None for one in (row, base)]
-        return counts(*faster_by(*ends))
-
-    def _ends(self, row: GridRow, phase: str) -> Ends | None:
-        value, quartiles = getattr(row, f"{phase}_tokens_per_s"), getattr(row, f"{phase}_quartiles")
-        return speed_ends(value, quartiles, self.spread.get(phase), self.load, self.settings.rounds)
-
-
-@dataclass(frozen=True)
-class Measure:
-    value: float | None
-    unit: str
-    note: str
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    read_bytes_per_s: float | None
-    flops_per_s: float | None
-    how: str
-
-
-@dataclass(frozen=True)
-class CostRow:
-    model: str
-    batch: int | None
-    context: int | None
-    weight_bytes: float | None
-    cache_bytes: float | None
-    flops: float | None
-    bound: str
-    predicted_s: float | None
-    measured_s: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        return self.measured_s / self.predicted_s if self.measured_s and self.predicted_s else None
-
-
-@dataclass(frozen=True)
-class Cost:
-    ceilings: Ceilings
-    rows: tuple[CostRow, ...]
-
-
-@dataclass(frozen=True)
 class Answers:
     """Answers of one variant of the cache to one task: a number for each sample; kl_by_token: means."""
 
@@ -220,39 +146,6 @@ class Survival:
     """Share of the needle that is kept, [layer][head]."""
 
     share: tuple[tuple[float, ...], ...]
-
-
-@dataclass(frozen=True)
-class CacheSpeed:
-    """By variant and context: (median, lower quartile, upper quartile)."""
-
-    tokens_per_s: dict[str, dict[int, Interval]]
-    attention_s: dict[str, dict[int, Interval]]
-    attention_speedup: dict[str, dict[int, float]]
-    execution: dict[str, str]
-    settings: Settings
-    spread: dict[str, float]
-    load: Load | None
-
-    def decode_ratio(self, name: str, baseline: str) -> tuple[int, float | None] | None:
-        """The longest context of a variant, and its decode speed there over that of the baseline."""
-        own = self.tokens_per_s.get(name)
-        if not own:
-            return None
-        longest = max(own)
-        full = self.tokens_per_s.get(baseline, {}).get(longest)
-        return longest, own[longest][0] / full[0] if own[longest] and full and full[0] else None
-
-    def counts(self, name: str, baseline: str, context: int) -> bool:
-        """Do the decode speeds of two variants behind a context differ by more than noise?"""
-        return counts(*faster_by(self.ends(name, context), self.ends(baseline, context)))
-
-    def ends(self, name: str, context: int) -> Ends | None:
-        """The interval of a variant's decode speed behind a context (`eval.record.noise.speed_ends`)."""
-        timed = self.tokens_per_s.get(name, {}).get(context, ())
-        if not timed:
-            return None
-        return speed_ends(timed[0], timed[1:], self.spread.get("decode"), self.load, self.settings.rounds)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any
 
 from eval.record import noise
 from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord, Magnitudes
-from eval.record.measured import Bench, Cache, Cost, Generation, Interval, Measure, Sample, Settings, SpeedGrid, Tasks
-from eval.record.noise import Load
+from eval.record.measured import Bench, Cache, Generation, Sample, Tasks
 from eval.record.reading import row
+from eval.record.speed import Cost, Measure, Speed, SpeedGrid
 
 PHASES = {  # of a timing, by metric
     "decode_tokens_per_s": "decode", "step_tokens_per_s": "step", "prefill_tokens_per_s": "prefill",
@@ -103,29 +103,6 @@ class Text:
 
 
 @dataclass(frozen=True)
-class SpeedRow:
-    decode_tokens_per_s: float | None
-    decode_quartiles: Interval
-    prefill_tokens_per_s: float | None
-    prefill_quartiles: Interval
-    time_to_first_token_s: float | None
-    dtype: str
-    execution: str
-    kernels: dict[str, tuple[str, ...]]
-    settings: Settings
-    memory_limit_tokens_per_s: float | None
-    step_tokens_per_s: float | None
-    step_quartiles: Interval
-    spread: dict[str, float]
-    load: Load | None
-
-    def ends(self, phase: str) -> noise.Ends | None:
-        """The interval of the speed of decode, step or prefill (`eval.record.noise.speed_ends`)."""
-        value, quartiles = getattr(self, f"{phase}_tokens_per_s"), getattr(self, f"{phase}_quartiles")
-        return noise.speed_ends(value, quartiles, self.spread.get(phase), self.load, self.settings.rounds)
-
-
-@dataclass(frozen=True)
 class Hardware:
     cpu: str
     cpu_capability: str
@@ -174,7 +151,7 @@ class RunRecord:
     scores: dict[str, Scores]
     difference: dict[str, Scores]
     texts: dict[str, Text]
-    speed: dict[str, SpeedRow]
+    speed: dict[str, Speed]
     samples: tuple[Sample, ...]
     notes: tuple[str, ...]
     kernels: dict[str, str]

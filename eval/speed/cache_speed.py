@@ -9,9 +9,8 @@ folded into rows.
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from html import escape
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from eval.machine.load import LoadMeter
-from eval.record.noise import Load
+from eval.record.speed import CacheSpeed, Interval, TimingSettings
 from eval.speed.device_lock import undisturbed
 from eval.speed.packing import Packing
 from eval.speed.regional import NotRegional, Step, compile_regional
@@ -38,6 +37,7 @@ from kernels.support.errors import first_line
 
 FULL = "full"
 SDPA = "full, torch SDPA"
+_Times = dict[str, dict[int, Interval]]  # by variant and context
 REPEATS = 2  # rounds at each context in which the full cache is timed twice, so that noise is known
 
 
@@ -56,49 +56,6 @@ class TimedCache(Protocol):
 
     def at(self, tokens: int) -> Cache: ...
     def layer_slabs(self) -> list[Slab]: ...
-
-
-@dataclass
-class CacheSpeed:
-    """The measured times, each as (median, first quartile, third quartile) over the rounds.
-
-    Attributes:
-        tokens_per_s: {variant: {context: ...}} of the whole model, batch 1.
-        attention_s: {variant: {context: ...}}: seconds of the attention of all layers for one token; also for "full,
-            torch SDPA".
-        execution: {variant: native step, compiled or eager, with the reason}.
-        kernels: {op: implementations that ran}.
-        settings: new_tokens, rounds, batch, dtype.
-        spread: for decode and attention, the relative difference that chance makes, from the full cache, which is timed
-            twice in the first rounds of every context. load: what else used the processor.
-    """
-
-    tokens_per_s: dict[str, dict[int, tuple[float, float, float]]] = field(default_factory=dict)
-    attention_s: dict[str, dict[int, tuple[float, float, float]]] = field(default_factory=dict)
-    execution: dict[str, str] = field(default_factory=dict)
-    kernels: dict[str, list[str]] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    spread: dict[str, float] = field(default_factory=dict)
-    load: Load = field(default_factory=Load)
-
-    def _repr_html_(self) -> str:
-        contexts = list(next(iter(self.attention_s.values())))
-        head = "".join(f"<th>{c:,} tokens</th>" for c in contexts)
-        rows = ""
-        for name, attention in self.attention_s.items():
-            whole = self.tokens_per_s.get(name, {})
-            cells = (
-                f"{f'{whole[c][0]:.1f} tokens/s, ' if c in whole else ''}attention {attention[c][0] * 1e3:.2f} ms"
-                for c in contexts
-            )
-            shown = "".join(f"<td>{cell}</td>" for cell in cells)
-            rows += f"<tr><th style='text-align:left'>{escape(name)}</th>{shown}</tr>"
-        return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
-
-    def attention_speedup(self, variant: str, context: int) -> float:
-        """The time of the faster attention with a full 16-bit cache, divided by the time of this attention."""
-        full = min(self.attention_s[name][context][0] for name in (FULL, SDPA))
-        return full / self.attention_s[variant][context][0]
 
 
 @torch.no_grad()
@@ -129,14 +86,9 @@ def measure_cache_speed(
         raise ValueError(
             f"`variants` (={list(variants)}) must hold {FULL!r}, the cache with which all others are compared"
         )
-    speed = CacheSpeed(
-        settings={
-            "new_tokens": new_tokens,
-            "rounds": rounds,
-            "batch": 1,
-            "dtype": str(model.dtype).removeprefix("torch."),
-        }
-    )
+    execution: dict[str, str] = {}
+    speeds: _Times = {}
+    attention: _Times = {}
     made, packing = _Made(model, {}, {}, new_tokens), Packing()
     in_huge_pages([*model.parameters(), *model.buffers()])
     progress = tqdm(
@@ -147,19 +99,32 @@ def measure_cache_speed(
         for name, make in variants.items():
             progress.set_postfix_str(f"{name}: making ready")
             made.caches[name] = make()
-            made.steps[name], speed.execution[name] = _step(model, made.caches[name], contexts[0], packing)
+            made.steps[name], execution[name] = _step(model, made.caches[name], contexts[0], packing)
             progress.update()
         with LoadMeter() as meter:
             for context in contexts:
                 timed, alone = _in_turns(made, context, rounds, twice, progress)
                 meter.look()
-                for found, into in ((timed, speed.tokens_per_s), (alone, speed.attention_s)):
+                for found, into in ((timed, speeds), (alone, attention)):
                     for name, values in found.items():
                         into.setdefault(name, {})[context] = (statistics.median(values), *quartiles(values))
     progress.close()
-    speed.kernels = {op: sorted(used) for op, used in kernels.items()}
-    speed.spread, speed.load = spreads(twice, rounds), meter.load
-    return speed
+    return CacheSpeed(
+        speeds,
+        attention,
+        _speedups(attention),
+        execution,
+        TimingSettings(rounds, new_tokens, batch=1, dtype=str(model.dtype).removeprefix("torch.")),
+        spreads(twice, rounds),
+        meter.load,
+        {op: tuple(sorted(used)) for op, used in kernels.items()},
+    )
+
+
+def _speedups(attention: _Times) -> dict[str, dict[int, float]]:
+    """The time of the faster attention with a full 16-bit cache, divided by that of each variant's, by context."""
+    full = {context: min(attention[name][context][0] for name in (FULL, SDPA)) for context in attention[FULL]}
+    return {name: {c: full[c] / of[c][0] for c in of} for name, of in attention.items()}
 
 
 @dataclass

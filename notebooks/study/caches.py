@@ -28,7 +28,8 @@ from eval.contexts.long_context import score_long_context
 from eval.evaluate import Scores
 from eval.record.files import write_whole
 from eval.record.reading import read_json
-from eval.speed.cache_speed import FULL, CacheSpeed, measure_cache_speed
+from eval.record.speed import CacheSpeed
+from eval.speed.cache_speed import FULL, measure_cache_speed
 from kernels.support.deploy import deployed
 from notebooks.study.strengths import recipes_at
 
@@ -268,7 +269,7 @@ def cache_scores(model: nn.Module, found: LongContextScores, speed: CacheSpeed |
     metrics = {"baseline" if name == FULL else name: values for name, values in found.metrics().items()}
     kernels: dict[str, list[str]] = {}
     if speed is not None:
-        kernels = speed.kernels
+        kernels = {op: list(used) for op, used in speed.kernels.items()}
         for name, by_context in speed.tokens_per_s.items():
             own = metrics["baseline" if name == FULL else name]
             own |= {f"decode_tokens_per_s_{context}": value[0] for context, value in by_context.items()}
@@ -285,22 +286,12 @@ def cache_found(
     model: nn.Module, recipes: CacheRecipes, found: LongContextScores, speed: CacheSpeed | None
 ) -> dict[str, Any]:
     """The content of the record's `cache`."""
-    timed = (
-        None
-        if speed is None
-        else dataclasses.asdict(speed)
-        | {
-            "attention_speedup": {
-                name: {c: speed.attention_speedup(name, c) for c in of} for name, of in speed.attention_s.items()
-            }
-        }
-    )
     return {
         **found.found(),
         "curves": recipes.curves,
         "timed": recipes.timed,
         "references": _references(recipes),
-        "speed": timed,
+        "speed": speed,
         "left_alone": left_alone(model),
     }
 

@@ -16,11 +16,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.evaluate import Scores
+from eval.record.speed import SpeedGrid
 from eval.speed.cost import cost_model, speed_rows
 from eval.speed.device_lock import undisturbed
 from eval.speed.efficiency import check_efficiency, measure_efficiency
 from eval.speed.layercast import layercast
-from eval.speed.speed_grid import SpeedGrid, check_speed_grid, measure_speed_grid
+from eval.speed.speed_grid import check_speed_grid, measure_speed_grid
 from eval.tasks.tasks import answer_tasks, check_tasks
 from eval.writing.generation_sweep import check_generations, compare_generations
 from kernels.harness import roofline

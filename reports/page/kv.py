@@ -7,9 +7,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from eval.record.measured import Answers, Cache, CacheSpeed
+from eval.record.measured import Answers, Cache
 from eval.record.metrics import fmt
 from eval.record.rows import RunRecord, typed
+from eval.record.speed import CacheSpeed
 from reports.page.verdict import timing_note
 from reports.parts.caches import FULL, MAIN, WHEN, CacheRow, cache_rows, speed_rows
 from reports.parts.figures import Figures

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eval.record.measured import Cache, CacheSpeed, Interval
+from eval.record.measured import Cache
 from eval.record.noise import counts, wilson
+from eval.record.speed import CacheSpeed, Interval
 
 FULL, MAIN = "full", "compressed"
 WHEN = {  # of a visibility, in words

@@ -218,8 +218,8 @@ def test_speed_of_caches(tiny, monkeypatch):
     assert set(found.tokens_per_s) == {"full", "few"} and set(found.attention_s) == {"full", "few", cache_speed.SDPA}
     assert all(low <= middle <= high for of in found.tokens_per_s.values() for middle, low, high in of.values())
     assert set(found.spread) == {"decode", "attention"} and found.load.seconds > 0
-    assert found.attention_speedup("few", 16000) > 1.2, "320 positions of 16,000: a wide margin"
-    assert "16,000 tokens" in found._repr_html_() and found.settings["rounds"] == 3 and "kv_decode" in found.kernels
+    assert found.attention_speedup["few"][16000] > 1.2, "320 positions of 16,000: a wide margin"
+    assert "16,000 tokens" in found._repr_html_() and found.settings.rounds == 3 and "kv_decode" in found.kernels
     for wrong in ({"contexts": [0]}, {"contexts": [32], "rounds": 0}, {"contexts": [32], "new_tokens": 1.5}):
         with pytest.raises(ValueError, match="must be a positive integer"):
             measure_cache_speed(model, variants, **wrong)
