@@ -12,6 +12,7 @@ from eval.evaluate import Scores
 from eval.machine.checkout import checkout
 from eval.machine.hardware import hardware
 from eval.machine.versions import versions
+from eval.record.measured import CacheMeasurements
 from eval.record.reading import plain
 from eval.record.schema import SCHEMA_VERSION
 from eval.speed.device_lock import timing_threads
@@ -45,7 +46,7 @@ def record(
     run: RunInfo,
     others: Mapping[str, Any] | None = None,
     strengths: dict[str, Any] | None = None,
-    cache: dict[str, Any] | None = None,
+    cache: CacheMeasurements | None = None,
     **measured: Any,
 ) -> dict[str, Any]:
     """Build the record from a compression's result and its scores.
@@ -54,7 +55,7 @@ def record(
         result: the result of `compress.apply` (read by its attributes: recipe, asked, layers, folds, drops, kept,
             identity, calibration, seconds, kernels, notes, usage).
         strengths: recipes scored at several strengths, in the shape of the record.
-        cache: results for compressed caches, likewise.
+        cache: results for compressed caches.
         others: the results of the other scored models, by their names in the scores.
         measured: other measurements by their keys in the record: `tasks`, `generation`, `speed_grid`, `efficiency`,
             `cost`; each has `metrics`, which become scores, and `found()`; None if there is no measurement.

@@ -1,74 +1,80 @@
 """Rows of optional measurements: tasks, generations, caches, kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from eval.record.speed import CacheSpeed, Interval
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of timings, tasks or generations; each has only some of these."""
-
-    prompt_tokens: int | None
-    new_tokens: int | None
-    rounds: int | None
-    batch: int | None
-    limit: int | None
-    num_fewshot: int | None
-    batch_size: int | None
-    seed: int | None
-    lm_eval: str
-    device: object
-    dtype: object
-    deterministic: bool
-    chat: bool
-    prompts: object
-    seeds: object
-
-
-@dataclass(frozen=True)
 class Sample:
-    """A prompt and each model's text. first_difference: the first token that differs from the baseline's, or None."""
+    """A prompt and each model's text. first_difference: the first token that differs from the baseline's, or None.
+    temperature, seed: None in samples that are all greedy."""
 
     prompt: str
     texts: dict[str, str]
     first_difference: dict[str, int | None]
-    temperature: float | None
-    seed: int | None
+    temperature: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """How the questions of tasks were asked. task_path: the folder of their files."""
+
+    limit: int | None = None
+    num_fewshot: int | None = None
+    batch_size: int | None = None
+    seed: int | None = None
+    chat: bool | None = None
+    task_path: str = ""
+    lm_eval: str = ""
+    dtype: str = ""
+    device: str = ""
+    deterministic: bool | None = None
 
 
 @dataclass(frozen=True)
 class TaskRow:
+    """A task and its primary metric. n: number of questions; seconds: by model."""
+
     task: str
     metric: str
     n: int | None
     num_fewshot: int | None
     version: str
     higher_is_better: bool | None
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Paired:
-    """A model compared with the baseline on the same questions of one task; intervals are at 95 %."""
+    """A model compared with the baseline on the same questions of one task; intervals are at 95 %.
+
+    recovery: value / baseline, or its inverse if less is better: 1 is as good. difference: value - baseline.
+    right_to_wrong, wrong_to_right, same, mcnemar_p: None unless all values are 0 or 1. A value that is not finite is
+    None.
+    """
 
     metric: str
     n: int | None
     baseline: float | None
     value: float | None
-    recovery: float | None
-    recovery_low: float | None
-    recovery_high: float | None
-    difference: float | None
-    difference_low: float | None
-    difference_high: float | None
-    right_to_wrong: int | None
-    wrong_to_right: int | None
-    same: int | None
-    mcnemar_p: float | None
+    recovery: float | None = None
+    recovery_low: float | None = None
+    recovery_high: float | None = None
+    difference: float | None = None
+    difference_low: float | None = None
+    difference_high: float | None = None
+    right_to_wrong: int | None = None
+    wrong_to_right: int | None = None
+    same: int | None = None
+    mcnemar_p: float | None = None
 
 
 @dataclass(frozen=True)
 class Flip:
+    """A question that one of two models answered right. direction: "right to wrong" or "wrong to right"."""
+
     task: str
     doc_id: str
     direction: str
@@ -76,17 +82,25 @@ class Flip:
     gold: str
     baseline_answer: str
     answer: str
+    doc_hash: str = ""
 
 
 @dataclass(frozen=True)
 class Tasks:
-    settings: Settings
+    """Answers to tasks; the record's `tasks`.
+
+    compared: {model: {task: beside the baseline}}; flips: some of each model's changed answers; files: {model: {task:
+    file of its samples}}; cached: {model: tasks whose answers were already stored}; groups: {requested group: tasks}.
+    """
+
+    settings: TaskSettings
     rows: tuple[TaskRow, ...]
     compared: dict[str, dict[str, Paired]]
     flips: dict[str, tuple[Flip, ...]]
     files: dict[str, dict[str, str]]
     groups: dict[str, tuple[str, ...]]
     notes: tuple[str, ...]
+    cached: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def parts(self) -> set[str]:
@@ -97,6 +111,15 @@ class Tasks:
 
 @dataclass(frozen=True)
 class GenerationRow:
+    """Means over the texts of one model at one temperature (0: greedy), with standard errors over the prompts.
+
+    None: the baseline compared with itself, or a standard error of a single prompt.
+
+    first_difference: number of tokens before the first that differs from the baseline's; a text without a difference
+        counts with its length, so that the largest value is `new_tokens`.
+    length: at most `new_tokens`, likewise. repetition: None if all texts are shorter than four tokens.
+    """
+
     model: str
     temperature: float | None
     n: int | None
@@ -113,15 +136,35 @@ class GenerationRow:
 
 
 @dataclass(frozen=True)
+class GenerationSettings:
+    """How texts were written. prompts, seeds: their numbers (early records list them); dtype, device: by model; aside:
+    {model: settings of its own that were not used}."""
+
+    new_tokens: int | None
+    prompts: object
+    seeds: object
+    prompts_sha256: str = ""
+    temperatures: tuple[float, ...] = ()
+    batch_size: int | None = None
+    chat: bool | None = None
+    end_tokens: tuple[int, ...] = ()
+    dtype: object = None
+    device: object = None
+    aside: object = None
+
+
+@dataclass(frozen=True)
 class Generation:
-    settings: Settings
+    """Texts written by the models; the record's `generation`. file: of all texts, relative to the run's folder."""
+
+    settings: GenerationSettings
     rows: tuple[GenerationRow, ...]
     samples: tuple[Sample, ...]
     file: str
 
 
 @dataclass(frozen=True)
-class Answers:
+class CacheAnswers:
     """Answers of one variant of the cache to one task: a number for each sample; kl_by_token: means."""
 
     variant: str
@@ -145,14 +188,21 @@ class NeedleDepths:
 class Survival:
     """Share of the needle that is kept, [layer][head]."""
 
+    task: str
+    length: int | None
+
     share: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
-class Cache:
-    """The measurements of compressed KV caches, by variant."""
+class CacheMeasurements:
+    """The measurements of compressed KV caches, by variant; the record's `cache`.
 
-    answers: tuple[Answers, ...]
+    against: by visibility, the difference of exact answers from the full cache's, with its interval. kept: by length,
+    [layers][heads]. curves: {policy with {} for its budget: [(budget, variant)]}. See `eval.contexts.answers`.
+    """
+
+    answers: tuple[CacheAnswers, ...]
     against: dict[str, dict[str, Interval]]
     cache_bytes: dict[str, dict[int, float]]
     elsewhere_bytes: dict[str, dict[int, float]]
@@ -161,11 +211,11 @@ class Cache:
     survival: dict[str, tuple[Survival, ...]]
     errors: dict[str, tuple[float, ...]]
     depths: tuple[NeedleDepths, ...]
-    curves: dict[str, tuple[tuple[str, ...], ...]]
-    references: tuple[str, ...]
-    timed: tuple[str, ...]
-    left_alone: dict[str, int]
-    speed: CacheSpeed | None
+    curves: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    references: tuple[str, ...] = ()
+    timed: tuple[str, ...] = ()
+    left_alone: dict[str, int] = field(default_factory=dict)
+    speed: CacheSpeed | None = None
 
 
 @dataclass(frozen=True)
@@ -177,7 +227,7 @@ class BenchRun:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class BenchGpu:
     name: str
     sms: int | None
     l2_bytes: float | None
@@ -186,7 +236,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class BenchEnvironment:
-    gpu: Gpu | None
+    gpu: BenchGpu | None
 
 
 @dataclass(frozen=True)
@@ -196,7 +246,7 @@ class BenchCeilings:
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckRow:
     op: str
     name: str
     impl: str
@@ -207,7 +257,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Contest:
+class ContestRow:
     op: str
     detail: str
     shape: tuple[int, ...]
@@ -247,6 +297,6 @@ class Bench:
     unfinished: tuple[Unfinished, ...]
     environment: BenchEnvironment
     ceilings: BenchCeilings | None
-    checks: tuple[Check, ...]
-    rows: tuple[Contest, ...]
+    checks: tuple[CheckRow, ...]
+    rows: tuple[ContestRow, ...]
     summary: BenchSummary

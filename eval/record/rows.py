@@ -12,7 +12,7 @@ from typing import Any
 
 from eval.record import noise
 from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord, Magnitudes
-from eval.record.measured import Bench, Cache, Generation, Sample, Tasks
+from eval.record.measured import Bench, CacheMeasurements, Generation, Sample, Tasks
 from eval.record.reading import row
 from eval.record.speed import Cost, Measure, Speed, SpeedGrid
 
@@ -146,7 +146,7 @@ class RunRecord:
     drops: tuple[DropRecord, ...]
     allocation: AllocationRecord | None
     strengths: Strengths
-    cache: Cache | None
+    cache: CacheMeasurements | None
     kept: tuple[Kept, ...]
     scores: dict[str, Scores]
     difference: dict[str, Scores]

@@ -16,7 +16,7 @@ Its shape (more keys are welcome, these keep their names):
     drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were, or might be, dropped
     allocation   {loss, budget_bytes, beside_bytes, chosen, curve, layers, seconds}   the allocation of bytes to layers
                  (`eval.record.compression.AllocationRecord`); null if there was none
-    cache        measurements of compressed KV caches, in the record of such a run (`eval.record.measured.Cache`)
+    cache        measurements of compressed KV caches (`eval.record.measured.CacheMeasurements`); null in other runs
     strengths    {lines: [{recipe, points: [{value, removed_parameters, dropped, seconds, scores}]}]}   recipes that
                  were scored, but not timed, with {} replaced by each of these values
     kept         [{name, shape, bytes, reason}]

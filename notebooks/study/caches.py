@@ -27,6 +27,7 @@ from eval.contexts.haystack import NOISE, Sample, samples
 from eval.contexts.long_context import score_long_context
 from eval.evaluate import Scores
 from eval.record.files import write_whole
+from eval.record.measured import CacheMeasurements
 from eval.record.reading import read_json
 from eval.record.speed import CacheSpeed
 from eval.speed.cache_speed import FULL, measure_cache_speed
@@ -284,22 +285,21 @@ def cache_scores(model: nn.Module, found: LongContextScores, speed: CacheSpeed |
 
 def cache_found(
     model: nn.Module, recipes: CacheRecipes, found: LongContextScores, speed: CacheSpeed | None
-) -> dict[str, Any]:
+) -> CacheMeasurements:
     """The content of the record's `cache`."""
-    return {
-        **found.found(),
-        "curves": recipes.curves,
-        "timed": recipes.timed,
-        "references": _references(recipes),
-        "speed": speed,
-        "left_alone": left_alone(model),
-    }
+    return found.found(
+        curves=recipes.curves,
+        references=_references(recipes),
+        timed=tuple(recipes.timed),
+        left_alone=left_alone(model),
+        speed=speed,
+    )
 
 
-def _references(recipes: CacheRecipes) -> list[str]:
+def _references(recipes: CacheRecipes) -> tuple[str, ...]:
     """Curves of the baseline policies."""
     policies = {text: parts(recipes.recipes[points[0][1]])[0] for text, points in recipes.curves.items()}
-    return [text for text, policy in policies.items() if policy is not None and policy.reference]
+    return tuple(text for text, policy in policies.items() if policy is not None and policy.reference)
 
 
 def results_of(result: Result, recipes: CacheRecipes) -> dict[str, Result]:

@@ -6,7 +6,7 @@ A measurement that was not chosen is an `Unasked`, which a notebook shows and wh
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from html import escape
 from typing import Any, Protocol
@@ -129,7 +129,7 @@ class Asked:
         kept = self.run.folder.parent / ".answers"
         found = answer_tasks(self._exactly(models), tokenizer, self.tasks, seed=self.seed, cache_path=kept, **self._how)
         if self.exact:
-            found.settings["dtype"] = _EXACTLY
+            found.settings = replace(found.settings, dtype=_EXACTLY)
         found.save(self.run.folder)
         return found
 
@@ -139,7 +139,7 @@ class Asked:
             return Unasked("temperatures")
         found = compare_generations(self._exactly(models), tokenizer, **self._writing)
         if self.exact:
-            found.settings["dtype"] = dict.fromkeys(models, _EXACTLY)
+            found.settings = replace(found.settings, dtype=dict.fromkeys(models, _EXACTLY))
         found.save(self.run.folder)
         return found
 

@@ -207,7 +207,7 @@ def test_an_evaluation_says_what_lies_elsewhere(tiny, tokens):
             visibilities=["agnostic"],
         )
     far = 2 * 2 * (80 - 4 * 8) * 16 * 2
-    assert found.found()["elsewhere_bytes"] == {"full": {80: 0}, "chunks": {80: far}}
+    assert found.found().elsewhere_bytes == {"full": {80: 0}, "chunks": {80: far}}
     assert far < found.cache_bytes["chunks"][80] and found.kept["chunks"][80] == [[80, 80]] * 2
 
 

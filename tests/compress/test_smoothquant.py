@@ -86,7 +86,7 @@ def test_smoothing_changes_no_output_and_says_what_it_moved(any_model, tokens):
             w = torch.stack(
                 [weight_of(result.model.get_submodule(name)).abs().amax(0) for name in record.consumers]
             ).amax(0)
-            assert record.w_after["max"] == pytest.approx(w.max().item(), rel=1e-4)
+            assert record.w_after.max == pytest.approx(w.max().item(), rel=1e-4)
         assert record.error_before > 0 and record.error_after > 0
     assert sum(r.channels is not None for r in result.folds) == min(4, len(result.folds))
 

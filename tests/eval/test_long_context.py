@@ -108,10 +108,10 @@ def test_evicted_positions_change_the_scores(sample):
         "of 3 to 8 and 20, 21 only 3 is among 0-3, 24-39"
     )
     assert found.cache_bytes["half"][40] < 0.6 * found.cache_bytes["full"][40] and min(found.errors["half"]) > 1e-6
-    row = next(row for row in made["answers"] if row["variant"] == "half" and row["visibility"] == "visible")
-    assert len(row["exact"]) == 2 and row["kl"][0] > 1e-6 and len(row["kl_by_token"]) == 4
+    row = next(row for row in made.answers if row.variant == "half" and row.visibility == "visible")
+    assert len(row.exact) == 2 and row.kl[0] > 1e-6 and len(row.kl_by_token) == 4
     assert "<th style='text-align:left'>half</th>" in found._repr_html_() and len(repr(found)) < 100
-    assert made["against"]["half"]["agnostic"] == found.against("half", visibility="agnostic")
+    assert made.against["half"]["agnostic"] == found.against("half", visibility="agnostic")
     assert "nll_word_40_follow_up_stderr" in found.metrics()["half"]
     lost = {v: found.answers["half"]["word", 40, v][0].kl for v in ("another", "turns", "follow-up")}
     assert len({tuple(kl) for kl in lost.values()}) == 3 and all(max(kl) > 1e-6 for kl in lost.values())

@@ -17,6 +17,7 @@ from eval.machine.memory import peak_above_start, peak_memory
 from eval.machine.size import bits_per_weight, size
 from eval.record.compression import FoldRecord, Magnitudes
 from eval.record.html import CELL_COLOURS
+from eval.record.measured import Sample
 from eval.record.rows import typed
 from eval.record.schema import problems_of, read_record, write_record
 from eval.run_record import RunInfo, record
@@ -24,7 +25,7 @@ from eval.text.divergence import compare_on_text, divergence
 from eval.text.names import short_path, text_name, with_short_names
 from eval.text.perplexity import Perplexity, perplexity
 from eval.text.windows import mean_and_stderr, windows
-from eval.writing.generation import Sample, first_difference, generate_samples
+from eval.writing.generation import first_difference, generate_samples
 from kernels.support.deploy import deployed
 
 
