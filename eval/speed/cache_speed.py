@@ -1,15 +1,15 @@
 """The speed at which a model decodes after contexts of several lengths, with different compressed caches.
 
 Every variant, including the full 16-bit cache, is timed in turns with the same kernel and the same native step
-(`kernels/step`), or the same compiled step if there is no native one for the model. The baseline of attention is the
-faster of two: the kernel on a full cache, and torch's attention on preallocated keys with the heads that share keys
-folded into rows.
+(`kernels/step`), or by the model's own code if there is no native step for it, as in `generate`. The baseline of
+attention is the faster of two: the kernel on a full cache, and torch's attention on its keys with the heads that share
+keys folded into rows.
 """
 
 import statistics
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,18 +22,15 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from eval.machine.load import LoadMeter
 from eval.record.speed import CacheSpeed, Interval, TimingSettings
 from eval.speed.device_lock import undisturbed
-from eval.speed.packing import Packing
-from eval.speed.regional import NotRegional, Step, compile_regional
+from eval.speed.regional import Step
 from eval.speed.speed import quartiles, spreads
 from eval.speed.work import config_of_layer, head_width
 from kernels.clock import clock
 from kernels.huge_pages import in_huge_pages
-from kernels.kv_decode import KV
 from kernels.registry import recording
 from kernels.step.assemble import CHECKED, MOST, difference
 from kernels.step.decoder import NotNative, recognise
 from kernels.step.in_parts import StepInParts
-from kernels.support.errors import first_line
 
 FULL = "full"
 SDPA = "full, torch SDPA"
@@ -41,21 +38,12 @@ _Times = dict[str, dict[int, Interval]]  # by variant and context
 REPEATS = 2  # rounds at each context in which the full cache is timed twice, so that noise is known
 
 
-class Slab(Protocol):
-    """A cache's tensors for some heads of a layer."""
-
-    kv: KV
-    lengths: Tensor
-    starts: Tensor
-
-    def attend(self, q: Tensor) -> Tensor: ...
-
-
 class TimedCache(Protocol):
-    """A cache of fixed tensors that can be set to its state after any number of tokens."""
+    """A cache that can be set to its state after any number of tokens."""
 
     def at(self, tokens: int) -> Cache: ...
-    def layer_slabs(self) -> list[Slab]: ...
+    def attend(self, q: Tensor) -> None: ...
+    def dense(self) -> list[tuple[Tensor, Tensor]]: ...
 
 
 @torch.no_grad()
@@ -70,8 +58,7 @@ def measure_cache_speed(
     """Time decoding after every context, and attention alone.
 
     Args:
-        model: a decoder that takes such caches as `past_key_values` and as `compressed`, in the dtype in which it is
-            deployed.
+        model: a decoder that takes such caches as `past_key_values`, in the dtype in which it is deployed.
         variants: {name: function that makes its cache}; "full" must be among them.
         contexts: numbers of tokens before the timed ones.
         new_tokens: number of tokens decoded after each context, in every round.
@@ -89,7 +76,7 @@ def measure_cache_speed(
     execution: dict[str, str] = {}
     speeds: _Times = {}
     attention: _Times = {}
-    made, packing = _Made(model, {}, {}, new_tokens), Packing()
+    made = _Made(model, {}, {}, new_tokens)
     in_huge_pages([*model.parameters(), *model.buffers()])
     progress = tqdm(
         total=len(variants) + len(contexts) * rounds * (2 * len(variants) + 1), desc="cache speed", unit="run"
@@ -99,7 +86,7 @@ def measure_cache_speed(
         for name, make in variants.items():
             progress.set_postfix_str(f"{name}: making ready")
             made.caches[name] = make()
-            made.steps[name], execution[name] = _step(model, made.caches[name], contexts[0], packing)
+            made.steps[name], execution[name] = _step(model, made.caches[name], contexts[0])
             progress.update()
         with LoadMeter() as meter:
             for context in contexts:
@@ -140,7 +127,8 @@ class _Made:
         """Tokens per second of the whole model, and seconds of its attention alone."""
         cache, device = self.caches[name], self.model.device
         speed = 1 / _decode(self.steps[name], cache, context, self.new_tokens, device)
-        return speed, _attention(self.model, cache.at(context), _as_it_reads)
+        cache.at(context)
+        return speed, _attention(self.model, cache.attend)
 
 
 def _in_turns(
@@ -157,7 +145,8 @@ def _in_turns(
             timed[name].append(whole)
             alone[name].append(attention)
             progress.update(2)
-        alone[SDPA].append(_attention(made.model, made.caches[FULL].at(context), _by_sdpa))
+        made.caches[FULL].at(context)
+        alone[SDPA].append(_attention(made.model, partial(_by_sdpa, made.caches[FULL].dense())))
         progress.update()
         if turn < REPEATS:
             again = made.times(FULL, context)
@@ -176,7 +165,7 @@ def _native(model: nn.Module, cache: TimedCache, context: int) -> Step:
     differences = []
     for token in (torch.arange(CHECKED) * 7919 % model.get_input_embeddings().num_embeddings)[:, None, None]:
         at = cache.at(context)
-        wanted = model(token, past_key_values=at, compressed=at, position_ids=position, use_cache=True).logits[:, -1]
+        wanted = model(token, past_key_values=at, position_ids=position, use_cache=True).logits[:, -1]
         step(token, cache.at(context), position)
         differences.append(difference(step.logits[:, -1], wanted))
     # With artificial caches, the logits of many tokens depend on rounding in any program. A wrong program differs for
@@ -186,28 +175,18 @@ def _native(model: nn.Module, cache: TimedCache, context: int) -> Step:
     return lambda token, position: step(token, cache, position)
 
 
-def _step(model: nn.Module, cache: TimedCache, context: int, packing: Packing) -> tuple[Step, str]:
-    """One token by the native step, or compiled if that is possible; and a description of the execution."""
+def _step(model: nn.Module, cache: TimedCache, context: int) -> tuple[Step, str]:
+    """One token by the native step, or by the model's own code; and a description of the execution."""
     try:
         return _native(model, cache, context), "native step"
     except NotNative as error:
-        why = f"; no native step: {error}"
+        why = f"eager; no native step: {error}"
 
     def step(token: Tensor, position: Tensor) -> Tensor:
-        logits = model(token, past_key_values=cache, compressed=cache, position_ids=position, use_cache=True).logits
+        logits = model(token, past_key_values=cache, position_ids=position, use_cache=True).logits
         return logits[:, -1].argmax(-1, keepdim=True)
 
-    _decode(step, cache, context, 1, model.device)
-    token = torch.ones(1, 1, dtype=torch.long, device=model.device)
-    position = torch.full_like(token, context)
-    try:
-        compiled = compile_regional(model, cache, step, token, position, packing, lambda: cache.at(context))
-        return compiled, f"compiled{why}"
-    except NotRegional as error:
-        return step, f"eager ({error}){why}"
-    except Exception as error:  # no compiler, or an unsupported model
-        warnings.warn(f"the model does not compile, so it runs eagerly: {first_line(error)}", stacklevel=2)
-        return step, f"eager (does not compile: {first_line(error)[:120]}){why}"
+    return step, why
 
 
 def _decode(step: Step, cache: TimedCache, context: int, count: int, device: torch.device) -> float:
@@ -222,9 +201,8 @@ def _decode(step: Step, cache: TimedCache, context: int, count: int, device: tor
     return statistics.median(seconds)
 
 
-def _attention(model: nn.Module, cache: TimedCache, attend: Callable[[Tensor, Slab], Tensor]) -> float:
+def _attention(model: nn.Module, attend: Callable[[Tensor], object]) -> float:
     """Seconds of the attention of all layers, one after the other, for one token; the best of three."""
-    slabs = cache.layer_slabs()
     config, device = model.config.get_text_config(decoder=True), model.device
     own = config_of_layer(config, get_layer_types_and_kwargs(config)[0].index("full_attention"))  # they are alike
     # A cache may hold fewer channels than a head has.
@@ -232,17 +210,11 @@ def _attention(model: nn.Module, cache: TimedCache, attend: Callable[[Tensor, Sl
     best = float("inf")
     for _ in range(3):
         start = clock(device)
-        for slab in slabs:
-            attend(q, slab)
+        attend(q)
         best = min(best, clock(device) - start)
     return best
 
 
-def _as_it_reads(q: Tensor, slab: Slab) -> Tensor:
-    return slab.attend(q)
-
-
-def _by_sdpa(q: Tensor, slab: Slab) -> Tensor:
-    start, length = int(slab.starts[0, 0]), int(slab.lengths[0, 0])
-    k, v = (x[:, :, start : start + length] for x in (slab.kv.k, slab.kv.v))
-    return scaled_dot_product_attention(q.reshape(1, k.shape[1], -1, q.shape[-1]), k, v)
+def _by_sdpa(layers: Sequence[tuple[Tensor, Tensor]], q: Tensor) -> None:
+    for k, v in layers:
+        scaled_dot_product_attention(q.reshape(1, k.shape[1], -1, q.shape[-1]), k, v)

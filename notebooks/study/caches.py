@@ -17,7 +17,7 @@ from compress.inputs.corpus import load_text
 from compress.kv import CacheBatch, CompressedCache, attached, left_alone
 from compress.kv.policy import CacheMethod, Policy, Projecting, Storage
 from compress.kv.reading.method import Reading
-from compress.kv.static import MadeUpCache, check_timed, check_timed_model, decoder
+from compress.kv.timed import FilledCache, check_timed, check_timed_model
 from compress.method import Method, settle
 from compress.plan import check_recipe
 from compress.recipe import parse_recipe, parse_recipes
@@ -239,13 +239,14 @@ def time_caches(
     """`eval.speed.cache_speed.measure_cache_speed` of the timed recipes, on a 16-bit copy; None without contexts."""
     if not contexts:
         return None
-    copy, capacity = decoder(deployed(model)), max(contexts)
+    copy, capacity = deployed(model), max(contexts)
 
-    def make(methods: Sequence[Method]) -> Callable[[], MadeUpCache]:
-        return lambda: MadeUpCache(copy, capacity, *parts(methods), room=max(64, 2 * new_tokens))
+    def make(methods: Sequence[Method]) -> Callable[[], FilledCache]:
+        return lambda: FilledCache(copy, capacity, *parts(methods))
 
     variants = {FULL: make([]), **{name: make(recipes.recipes[name]) for name in recipes.timed}}
-    return measure_cache_speed(copy, variants, contexts, new_tokens=new_tokens, rounds=rounds)
+    with attached(copy):
+        return measure_cache_speed(copy, variants, contexts, new_tokens=new_tokens, rounds=rounds)
 
 
 def check_caches(model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int], lengths: Sequence[int]) -> None:

@@ -16,8 +16,8 @@ from compress.kv.identity import small_copy
 from compress.kv.learned import locret
 from compress.kv.learned.locret import channels
 from compress.kv.rotation import turn_of
-from compress.kv.static import decoder as timed_decoder
 from compress.kv.support import attentions_of, keeping_layers, key_shape, key_shapes
+from compress.kv.timed import check_timed_model
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": None}  # fmt: skip
@@ -214,13 +214,13 @@ def test_caches_of_other_models_and_of_interrupted_passes_are_refused(tiny, toke
 
 
 def test_models_whose_caches_cannot_be_timed_are_refused(tokens):
-    """Compiled steps read layers of one width, or with a window; methods of learned parts know each layer's width."""
+    """Timed steps read layers of one width, or with a window; methods of learned parts know each layer's width."""
     for kind, reason in (
         ("gemma4_text", "layers that share keys, or that differ in their widths"),
         ("lfm2", r"layers \(conv\)"),
     ):
         with pytest.raises(ValueError, match=reason):
-            timed_decoder(decoder(kind))
+            check_timed_model(decoder(kind))
     assert key_shapes(decoder("gemma4_text")) == {1: (2, 32), 3: (2, 32)}
     assert channels(decoder("gemma4_text")) == (4 + 2 * 2) * 32
 
