@@ -20,7 +20,6 @@ from compress.memory import measured, predicted
 from compress.method import Method
 from compress.plan import Plan, check_unchanged, plan, walks
 from compress.recipe import Recipe
-from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerRecord
 from compress.result import Result, naming_state, refuse_save_pretrained
 from compress.walk.blocks import find_blocks, kept_weights
 from compress.walk.capture import activations_on_disk, device_of, on_device
@@ -35,6 +34,7 @@ from compress.walk.parallel.ranks import current, joined
 from compress.walk.parallel.spawn import device_of_process, spawned
 from compress.walk.resume import BlockStore
 from compress.walk.shards import WorkFolder
+from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord
 from kernels.clock import clock
 from kernels.registry import recording
 from kernels.support.busy import warn_if_busy
@@ -289,7 +289,7 @@ def _after(before: LayerRecord, now: LayerRecord) -> LayerRecord:
     return replace(
         now,
         rtn_error=before.rtn_error if now.rtn_error is None else now.rtn_error,
-        seconds=before.seconds + now.seconds,
+        seconds=(before.seconds or 0.0) + (now.seconds or 0.0),
         notes=(*before.notes, *now.notes),
         distortion=now.distortion or before.distortion,
         choice=now.choice or before.choice,

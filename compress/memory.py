@@ -22,7 +22,6 @@ from compress.checkpoint.fits import linears_to_be
 from compress.formats import Dense, bits_of
 from compress.linear import is_linear
 from compress.method import Method
-from compress.records import Usage
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import micro_batches
 from compress.walk.folds.folding import FoldingMethod
@@ -30,6 +29,7 @@ from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.offload import is_offloaded, offloaded_parts
 from compress.walk.original.lockstep import HELD_BYTES
 from compress.walk.statistics import PAIRED
+from eval.record.compression import Usage
 
 UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
          "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip

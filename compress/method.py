@@ -11,7 +11,7 @@ from typing import Any, ClassVar, get_args
 import torch
 from torch import Tensor, nn
 
-from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerRecord
+from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord
 
 # The order in which the methods of a recipe may follow one another; of the ones marked with * at most
 # one for each weight.

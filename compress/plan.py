@@ -21,7 +21,6 @@ from compress.kv.policy import CacheMethod
 from compress.memory import predicted
 from compress.method import Method, settle
 from compress.recipe import Recipe, methods_of
-from compress.records import Usage
 from compress.result import check_finished, makeup
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import check_runs, device_of
@@ -33,6 +32,7 @@ from compress.walk.offload import is_offloaded
 from compress.walk.once.calibrated import check_calibrate
 from compress.walk.parallel.ranks import current, joined
 from compress.walk.parallel.spawn import check_devices, device_of_process, process_count
+from eval.record.compression import Usage
 from kernels.support.modes import counting_writes, evaluating
 
 
@@ -192,7 +192,7 @@ def _calibrated_once(recipe: Sequence[Method]) -> list[Method]:
     if moving := [method.name for method in recipe if method.moves_inputs]:
         raise ValueError(
             f"`calibrate` (='once') uses statistics of the unchanged model, and {', '.join(moving)} changes the inputs "
-            "of linears: calibrate='sequential' would do"
+            "of linears; calibrate='sequential' calibrates it"
         )
     return [replace(method, sequential=False) if isinstance(method, LayerwiseMethod) else method for method in recipe]
 
@@ -226,7 +226,7 @@ def _check_can_be_sent(model: nn.Module, recipe: Sequence[Method], count: int) -
         if type(method).__module__ == "__main__":
             raise ValueError(
                 f"`processes` (={count}): {type(method).__name__} is defined in a notebook or a script, where the "
-                "other processes do not find it; a class in a file of its own, or processes=1, would do"
+                "other processes do not find it: move it to a file of its own, or pass processes=1"
             )
 
 
@@ -243,8 +243,8 @@ def _check_batches(batches: Sequence[Tensor], model: PreTrainedModel, needed: li
             raise ValueError(f"`batches[{i}]` must be a LongTensor [1, T], not {what}")
         if batch.shape[1] > positions:
             raise ValueError(
-                f"`batches[{i}]` has {batch.shape[1]} tokens; this model has {positions} positions: a `seqlen` up to "
-                "that would do"
+                f"`batches[{i}]` has {batch.shape[1]} tokens; this model has {positions} positions, so that `seqlen` "
+                f"must be at most {positions}"
             )
         if batch.shape[1] == 0 or not 0 <= batch.min().item() <= batch.max().item() < vocabulary:
             raise ValueError(f"`batches[{i}]` must hold token ids between 0 and {vocabulary - 1}, and at least one")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.method import Method
-from compress.records import AllocationRecord, DropRecord, FoldRecord, LayerRecord, Usage
 from compress.walk.finite import NotFinite
 from compress.walk.offload import offloaded_parts
+from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord, Usage
 
 UNFINISHED = "_compression_unfinished"  # attribute of a model: what stopped the compression that has changed it
 
@@ -167,7 +167,7 @@ def _folds(folds: list[FoldRecord]) -> str:
         f"<tr><td style='text-align:left'>{escape(f.name)}</td><td "
         f"style='text-align:left'>{escape(', '.join(f.consumers))}</td>"
         f"<td>{'–' if f.alpha is None else f'{f.alpha:.2f}'}</td>"
-        f"<td>{_peak(f.x_before)}</td><td>{_peak(f.x_after)}</td>"
+        f"<td>{f.x_before.outlier:.1f}</td><td>{f.x_after.outlier:.1f}</td>"
         f"<td style='text-align:left'>{escape('; '.join(f.notes))}</td></tr>"
         for f in folds
     )
@@ -175,10 +175,6 @@ def _folds(folds: list[FoldRecord]) -> str:
         f"<details><summary>{len(folds)} folds: what was moved from activations into weights</summary>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></details>"
     )
-
-
-def _peak(magnitudes: dict[str, float]) -> str:
-    return f"{magnitudes['max'] / max(magnitudes['median'], 1e-30):.1f}"
 
 
 def _row(r: LayerRecord, top: float) -> str:

@@ -15,15 +15,17 @@ from transformers import PreTrainedTokenizerBase
 from eval.machine.memory import peak_memory
 from eval.machine.size import bits_per_weight, parameter_count, size
 from eval.record.html import CELL_COLOURS
+from eval.record.measured import Sample
 from eval.record.metrics import Change, metric_table
 from eval.record.rows import typed
-from eval.speed.speed import PLAIN, Speed, measure_speed, positions, standard_variants
+from eval.record.speed import Speed
+from eval.speed.speed import PLAIN, measure_speed, positions, standard_variants
 from eval.text.divergence import compare_on_text
 from eval.text.names import text_name
 from eval.text.perplexity import perplexity
 from eval.text.through_cache import remark
 from eval.text.windows import LogitSource, mean_and_stderr, windows
-from eval.writing.generation import PROMPTS, Sample, generate_samples, written_beside
+from eval.writing.generation import PROMPTS, generate_samples, written_beside
 from kernels.registry import recording
 from kernels.support.deploy import deployed
 from kernels.support.errors import first_line

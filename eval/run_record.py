@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,6 +12,7 @@ from eval.evaluate import Scores
 from eval.machine.checkout import checkout
 from eval.machine.hardware import hardware
 from eval.machine.versions import versions
+from eval.record.measured import CacheMeasurements
 from eval.record.reading import plain
 from eval.record.schema import SCHEMA_VERSION
 from eval.speed.device_lock import timing_threads
@@ -45,7 +46,7 @@ def record(
     run: RunInfo,
     others: Mapping[str, Any] | None = None,
     strengths: dict[str, Any] | None = None,
-    cache: dict[str, Any] | None = None,
+    cache: CacheMeasurements | None = None,
     **measured: Any,
 ) -> dict[str, Any]:
     """Build the record from a compression's result and its scores.
@@ -54,7 +55,7 @@ def record(
         result: the result of `compress.apply` (read by its attributes: recipe, asked, layers, folds, drops, kept,
             identity, calibration, seconds, kernels, notes, usage).
         strengths: recipes scored at several strengths, in the shape of the record.
-        cache: results for compressed caches, likewise.
+        cache: results for compressed caches.
         others: the results of the other scored models, by their names in the scores.
         measured: other measurements by their keys in the record: `tasks`, `generation`, `speed_grid`, `efficiency`,
             `cost`; each has `metrics`, which become scores, and `found()`; None if there is no measurement.
@@ -75,25 +76,25 @@ def record(
             "parameters": with_short_names(run.parameters),
             "compression_s": round(result.seconds, 1),
             "evaluation_s": round(scores.seconds, 1),
-            "usage": {name: asdict(one.usage) for name, one in results.items() if getattr(one, "usage", None)},
+            "usage": {name: one.usage for name, one in results.items() if getattr(one, "usage", None)},
             "compressions_s": {name: round(one.seconds, 1) for name, one in results.items()},
         },
         "recipe": recipes["compressed"],
         "recipes": recipes,
         "model": result.identity,
         "calibration": result.calibration and with_short_names(result.calibration),
-        "layers": [asdict(layer) for layer in result.layers],
-        "folds": [asdict(fold) for fold in result.folds],
-        "drops": [asdict(drop) for drop in result.drops],
-        "allocation": result.allocation and asdict(result.allocation),
+        "layers": result.layers,
+        "folds": result.folds,
+        "drops": result.drops,
+        "allocation": result.allocation,
         "strengths": strengths or {"lines": []},
         "cache": cache,
         "kept": result.kept,
         "scores": _with(scores.metrics, measured.values()),
         "difference": scores.difference,
         "texts": scores.texts,
-        "speed": {name: asdict(speed) for name, speed in scores.speed.items()},
-        "samples": [asdict(sample) for sample in scores.samples],
+        "speed": scores.speed,
+        "samples": scores.samples,
         "notes": _notes(results) + scores.notes,
         "kernels": {op: ", ".join(used) for op, used in kernels.items()},
         "provenance": provenance(_shortened(run), scores.device, scores.dtype, scores.deploy_dtype),

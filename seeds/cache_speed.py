@@ -33,7 +33,7 @@ from compress import accelerate, held_out, load_model
 from compress.kv import CompressedCache, attached
 from compress.kv.policy import CacheMethod, Policy, Projecting, Storage
 from compress.kv.reading.method import Reading
-from compress.kv.static import MadeUpCache, decoder
+from compress.kv.timed import FilledCache
 from compress.recipe import parse_recipe
 from eval.machine.hardware import hardware
 from eval.speed.cache_speed import FULL, SDPA, measure_cache_speed
@@ -73,12 +73,12 @@ def layer_of_8b() -> nn.Module:
 
 def behind(model: nn.Module, contexts: Sequence[int], recipes: Sequence[str], given: argparse.Namespace) -> dict:
     """Seconds per token, of the whole model and of the attention alone, by variant and context."""
-    static, room = decoder(model), max(64, 2 * given.new_tokens)
     variants = {
-        name: lambda text=text: MadeUpCache(static, max(contexts), *slots(text), room=room)
+        name: lambda text=text: FilledCache(model, max(contexts), *slots(text))
         for name, text in ((FULL, ""), *((recipe, recipe) for recipe in recipes))
     }
-    speed = measure_cache_speed(static, variants, contexts, new_tokens=given.new_tokens, rounds=given.rounds)
+    with attached(model):
+        speed = measure_cache_speed(model, variants, contexts, new_tokens=given.new_tokens, rounds=given.rounds)
     return {"tokens_per_s": speed.tokens_per_s, "attention_s": speed.attention_s, "execution": speed.execution}
 
 

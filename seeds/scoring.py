@@ -190,7 +190,7 @@ class Bench:
             baseline = cast(self.baseline, torch.bfloat16)
             scores = answer_tasks({"baseline": baseline, "model": model}, self.tokenizer, given.tasks, **how)
         for task, compared in scores.compared["model"].items():
-            self.record.rows[name].tasks[task] = compared
+            self.record.rows[name].tasks[task] = asdict(compared)
 
     def time_recipes(self) -> None:
         """Decoding of the uncompressed model and of the recipes, in turns."""

@@ -39,24 +39,24 @@ def write_card(
     Args:
         folder: the folder of the checkpoint. title: the name that the folder will get.
     """
-    story, model = checkpoint.story, checkpoint.model
-    base, recipe = _base_name(story.model["name"]), ", ".join(_call(**one) for one in story.recipe)
+    info, model = checkpoint.info, checkpoint.model
+    base, recipe = _base_name(info.model["name"]), ", ".join(_call(**one) for one in info.recipe)
     front = _front_matter(checkpoint, save_format)
     stored = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".safetensors", ".gguf"))
     dtype = str(model.dtype).removeprefix("torch.")
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n",
         f"# {title}\n",
-        f"`{base}`, compressed by `{', '.join(one['method'] for one in story.recipe)}`, in the format "
+        f"`{base}`, compressed by `{', '.join(one['method'] for one in info.recipe)}`, in the format "
         f"`{save_format.name}`. It is loaded by {' and '.join(save_format.read_by(model).rsplit(', ', 1))}. "
         f"Weight files: {stored / 1e6:,.1f} MB; what is "
         f"not compressed is in {dtype}. {'' if 'license' in front else LICENSE}".rstrip()
         + "\n",
         f"## How to load it\n\n{save_format.how_to_load(model).strip().replace('PATH', title)}\n",
-        f"## Method\n\n{_methods(story.recipe)}\n{_calibration(story.calibration)}\n{_earlier(story.model)}",
+        f"## Method\n\n{_methods(info.recipe)}\n{_calibration(info.calibration)}\n{_earlier(info.model)}",
         f"## What was done to each weight\n\n{_weights(checkpoint)}",
         f"{_SCORES}\n{_NO_SCORES}",
-        f"{_REPEAT}\n{_python(story.model['name'], dtype, recipe, story.calibration, save_format.name)}",
+        f"{_REPEAT}\n{_python(info.model['name'], dtype, recipe, info.calibration, save_format.name)}",
         f"## Verified\n\n{_verified(verification)}",
     ]
     (folder / CARD).write_text("\n".join(sections), encoding="utf-8")
@@ -111,16 +111,16 @@ def _value(scores: Mapping[str, Any], name: str) -> str:
 
 
 def _front_matter(checkpoint: Checkpoint, save_format: SaveFormat) -> dict[str, Any]:
-    story = checkpoint.story
+    info = checkpoint.info
     front: dict[str, Any] = {}
-    if is_hub_id(story.model["name"]):
-        front |= {"base_model": story.model["name"], "base_model_relation": "quantized"}
-    if known := license_of(story.model["name"]):
+    if is_hub_id(info.model["name"]):
+        front |= {"base_model": info.model["name"], "base_model_relation": "quantized"}
+    if known := license_of(info.model["name"]):
         front["license"] = known
     parts = [part for linear in compressed_linears(checkpoint.model).values() for part in linear.spec()["parts"]]
     parts += [part[inner] for part in parts for inner in ("values", "inner") if inner in part]
     bits = sorted({f"{part['bits']}-bit" for part in parts if part.get("bits")})
-    methods = [one["method"].replace("_", "-") for one in story.recipe]
+    methods = [one["method"].replace("_", "-") for one in info.recipe]
     tags = ["compressed", *methods, *bits, save_format.name, checkpoint.model.config.model_type]
     return front | {
         "library_name": save_format.library,
@@ -195,14 +195,14 @@ def _earlier(identity: Mapping[str, Any]) -> str:
 
 
 def _weights(checkpoint: Checkpoint) -> str:
-    story = checkpoint.story
+    info = checkpoint.info
     rows: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
-    for layer in story.layers:
+    for layer in info.layers:
         size = layer["shape"][0] * layer["shape"][1]
         rows[(f"compressed: {layer['format']}, {layer['bits_per_weight']:.2f} bits per weight", "")].append(
             (layer["name"], size)
         )
-    for kept in story.kept:
+    for kept in info.kept:
         size = 1
         for length in kept["shape"]:
             size *= length
@@ -213,8 +213,8 @@ def _weights(checkpoint: Checkpoint) -> str:
         text += f"| {names} | {sum(size for _, size in members):,} | {done} | {why} |\n"
     if find_ends(checkpoint.model).tied:
         text += "\nThe output head shares the weight of the embedding.\n"
-    text += _unreached(story.layers)
-    if gone := [drop["name"] for drop in story.drops if drop["order"]] or list(dropped_parts(checkpoint.model)):
+    text += _unreached(info.layers)
+    if gone := [drop["name"] for drop in info.drops if drop["order"]] or list(dropped_parts(checkpoint.model)):
         text += f"\nDropped: {', '.join(f'`{name}`' for name in gone)}.\n"
     return text
 

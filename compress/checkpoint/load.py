@@ -13,7 +13,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from compress.checkpoint.checksums import CHECKSUMS, check_files
 from compress.checkpoint.classes import is_known
 from compress.checkpoint.files import CONFIG, check_config, fill, reading
-from compress.checkpoint.save_format import STORY, Story
+from compress.checkpoint.save_format import INFO_FILE, CheckpointInfo
 from compress.checkpoint.shards import Shards
 from compress.dropped import Dropped
 from compress.embedding import embedding_from, leave_untied
@@ -80,7 +80,7 @@ def load_compressed(
         if (path / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(path)
         model.name_or_path = str(path)
-        remember_story(model, path)
+        remember_origin(model, path)
         if dtype is not None:
             model.to(dtype)
         put_computed(model, computed)
@@ -154,7 +154,7 @@ def load_outline(path: Path) -> nn.Module:
             put_linear(model, name, AwayLinear(spec, dtype_of(layout)))
         leave_untied(model)
         model.to_be_rotated = bool(layout["stream"])
-        remember_story(model, path)
+        remember_origin(model, path)
         model.to("meta").tie_weights()
     return model.eval()
 
@@ -222,11 +222,11 @@ def plain_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def remember_story(model: nn.Module, path: Path) -> None:
+def remember_origin(model: nn.Module, path: Path) -> None:
     """Keep the earlier compression steps with a model, so that they are part of the record of later ones."""
-    if (path / STORY).is_file():
-        story = Story.read(path)
-        model.made_by = {"compressed_before": {"recipe": story.recipe, "model": story.model}}
+    if (path / INFO_FILE).is_file():
+        info = CheckpointInfo.read(path)
+        model.made_by = {"compressed_before": {"recipe": info.recipe, "model": info.model}}
 
 
 def dtype_of(layout: dict[str, Any]) -> torch.dtype:

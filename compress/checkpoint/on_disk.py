@@ -20,7 +20,7 @@ from compress.checkpoint.load import (
     put_computed,
     put_linear,
     read_layout,
-    remember_story,
+    remember_origin,
 )
 from compress.checkpoint.shards import SHARD_BYTES
 from compress.kv.attach import attach
@@ -98,7 +98,7 @@ def _load_on_disk(folder: Path, dtype: torch.dtype | None, home: str, offload_pa
         model.generation_config = GenerationConfig.from_pretrained(folder)
     offload(model, tied | state, home=home, folder=WorkFolder(offload_path))
     model.name_or_path = str(folder)
-    remember_story(model, folder)
+    remember_origin(model, folder)
     model.eval().requires_grad_(False)
     if caches := [cache_method(one["method"], one["knobs"]) for one in layout["caches"]]:
         attach(model, caches)

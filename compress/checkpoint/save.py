@@ -20,7 +20,7 @@ from compress.checkpoint.compressed_tensors import CompressedTensors
 from compress.checkpoint.gguf import GGUF
 from compress.checkpoint.gptq import GPTQFormat
 from compress.checkpoint.load import load_compressed
-from compress.checkpoint.save_format import STORY, Checkpoint, SaveFormat, Story, Verification
+from compress.checkpoint.save_format import INFO_FILE, Checkpoint, CheckpointInfo, SaveFormat, Verification
 from compress.checkpoint.shards import SHARD_BYTES, room_for, weight_bytes
 from compress.checkpoint.workbench import Workbench
 from compress.embedding import stored_specs
@@ -57,11 +57,13 @@ def save_compressed(
         OSError: the disk has not enough room; nothing is left at `path`.
         RuntimeError: the written files do not give the same model; nothing is left at `path`.
     """
-    return write_checkpoint(Checkpoint(result.model, tokenizer, Story.of(result), shard_bytes), path, save_format)
+    return write_checkpoint(
+        Checkpoint(result.model, tokenizer, CheckpointInfo.of(result), shard_bytes), path, save_format
+    )
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, save_format: str) -> Path:
-    """`save_compressed` for a model with a known story, such as one that was loaded from another checkpoint."""
+    """`save_compressed` for a model whose origin is known, such as one that was loaded from another checkpoint."""
     path, writer = Path(path), format_named(save_format)
     check_holds(save_format, checkpoint.model, stored_specs(checkpoint.model))
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -71,7 +73,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, save_format: str)
     try:
         with room_for(weight_bytes(checkpoint.model), path):
             writer.write(checkpoint, part)
-            (part / STORY).write_text(json.dumps(asdict(checkpoint.story), indent=1))
+            (part / INFO_FILE).write_text(json.dumps(asdict(checkpoint.info), indent=1))
             write_checksums(part)
         verification = _with_caches(writer, checkpoint, writer.verify(checkpoint, part))
         verification.write(part)
@@ -103,16 +105,16 @@ def export_checkpoint(source_folder: str | Path, target_folder: str | Path, save
         target_folder: a folder that does not exist, or is empty.
 
     Raises:
-        ValueError: as in `load_compressed`, `Story.read` and `save_compressed`.
+        ValueError: as in `load_compressed`, `CheckpointInfo.read` and `save_compressed`.
         RuntimeError: the written files do not give the same model.
     """
     source = Path(source_folder)
     format_named(save_format)
-    model, story = load_compressed(source), Story.read(source)
+    model, info = load_compressed(source), CheckpointInfo.read(source)
     tokenizer = None
     if (source / "tokenizer_config.json").is_file():
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    return write_checkpoint(Checkpoint(model, tokenizer, story), target_folder, save_format)
+    return write_checkpoint(Checkpoint(model, tokenizer, info), target_folder, save_format)
 
 
 def check_holds(

@@ -11,23 +11,24 @@ from transformers import PreTrainedTokenizerBase
 
 from compress.checkpoint.shards import SHARD_BYTES
 from compress.method import METHODS
-from compress.records import DropRecord, LayerRecord
 from compress.result import Result
+from eval.record.compression import DropRecord, LayerRecord
+from eval.record.reading import row
 from kernels.support.errors import first_line
 
-STORY = "compression.json"  # the steps that made the model
+INFO_FILE = "compression.json"  # the steps that made the model
 VERIFICATION = "verification.json"  # the result of loading it again
 
 
 @dataclass(frozen=True)
-class Story:
+class CheckpointInfo:
     """The record of how a compressed model was made, as JSON: the content of `compression.json` in every checkpoint.
 
     Attributes:
         recipe: [{method, knobs}], each as it acts among the others, including methods of the cache.
         model: identity of the model before compression: name, weights_sha256, parameters.
         calibration: corpus, samples, seqlen, seed, sha256; None where no text was needed.
-        layers, drops: one record per weight, and per part of a block that could be dropped (`compress.records`).
+        layers, drops: one record per weight, and per part of a block that could be dropped (`eval.record.compression`).
         kept: every other weight: {name, shape, bytes, reason}.
     """
 
@@ -39,13 +40,13 @@ class Story:
     kept: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def read(cls, folder: Path) -> "Story":
-        """The story of a checkpoint.
+    def read(cls, folder: Path) -> "CheckpointInfo":
+        """The content of a checkpoint's `compression.json`.
 
         Raises:
-            ValueError: the folder holds no readable story.
+            ValueError: the folder has no such file, or it cannot be read.
         """
-        path = folder / STORY
+        path = folder / INFO_FILE
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             known = {field.name for field in fields(cls)}
@@ -54,7 +55,7 @@ class Story:
             raise ValueError(f"{str(path)!r} does not say how the model was made: {first_line(error)}") from error
 
     @classmethod
-    def of(cls, result: Result) -> "Story":
+    def of(cls, result: Result) -> "CheckpointInfo":
         return cls(
             recipe=[{"method": m.name, "knobs": m.values()} for m in result.recipe],
             model=result.identity,
@@ -72,8 +73,8 @@ class Story:
             model=model,
             recipe=steps,
             asked=steps,
-            layers=[LayerRecord(**layer) for layer in self.layers],
-            drops=[DropRecord(**drop) for drop in self.drops],
+            layers=list(row(tuple[LayerRecord, ...], self.layers)),
+            drops=list(row(tuple[DropRecord, ...], self.drops)),
             kept=self.kept,
             identity=self.model,
             calibration=self.calibration,
@@ -84,14 +85,14 @@ class Story:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of a checkpoint: the model in memory, its tokenizer if there is one, and its story.
+    """The content of a checkpoint: the model in memory, its tokenizer if there is one, and how it was made.
 
     shard_bytes: size above which weights are written into a further file.
     """
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase | None
-    story: Story
+    info: CheckpointInfo
     shard_bytes: int = SHARD_BYTES
 
 
@@ -192,7 +193,7 @@ class SaveFormat:
         return ""
 
     def write(self, checkpoint: Checkpoint, folder: Path) -> None:
-        """Write weights, configuration and tokenizer into an empty folder; the caller adds the story and the card."""
+        """Write weights, configuration and tokenizer into an empty folder; the caller adds the other files."""
         raise NotImplementedError
 
     def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:

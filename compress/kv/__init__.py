@@ -5,9 +5,9 @@ they act on.
 ...     model.generate(**inputs)
 """
 
-from compress.kv.abreast import Abreast
 from compress.kv.attach import Attachment, attach, attached, attachment_of, detach
+from compress.kv.batched import CacheBatch
 from compress.kv.cache import CompressedCache
 from compress.kv.support import left_alone
 
-__all__ = ["Abreast", "Attachment", "CompressedCache", "attach", "attached", "attachment_of", "detach", "left_alone"]
+__all__ = ["CacheBatch", "Attachment", "CompressedCache", "attach", "attached", "attachment_of", "detach", "left_alone"]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import Cache, DynamicCache
 
-from compress.kv.abreast import Abreast
 from compress.kv.attention import NAME, expect, note_hidden, register
+from compress.kv.batched import CacheBatch
 from compress.kv.cache import CompressedCache
 from compress.kv.identity import check_identity
 from compress.kv.policy import CacheMethod
@@ -106,7 +106,7 @@ class Attachment:
             if body is not self.model and use_cache:
                 how = f"{type(body).__name__} was called by itself, and not {type(self.model).__name__}"
         else:  # further passes of a cache say nothing new
-            silent = isinstance(given, CompressedCache | Abreast | PlainCache) or bool(given.get_seq_length() > 0)
+            silent = isinstance(given, CompressedCache | CacheBatch | PlainCache) or bool(given.get_seq_length() > 0)
             how = f"it got a {type(given).__name__} (by `cache_implementation` or `past_key_values`)"
         if silent:
             return
@@ -124,7 +124,7 @@ class Attachment:
     def _leave(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         note_hidden(None)
         expect(None)
-        if isinstance(cache := kwargs.get("past_key_values"), CompressedCache | Abreast):
+        if isinstance(cache := kwargs.get("past_key_values"), CompressedCache | CacheBatch):
             cache.end()
 
 

@@ -31,7 +31,7 @@ from compress.kv.rotation import learned_rotations, turn_of
 from compress.kv.storage import joined, slabs_of
 from compress.kv.support import keeping_layers, storing_layers
 from kernels.step.cache import NewTokens
-from kernels.step.lent import Lent
+from kernels.step.cache_view import CacheView
 
 INTERVAL = 8  # while text is generated, evict after this number of tokens, or an eighth of the budget
 # Attributes that a copy of an observing cache's layer does not share with it.
@@ -338,7 +338,7 @@ class CompressedCache(Cache):
             mask = ((place <= at) & (place > at - new.window))[None, None]
         return attention(module, new.q, keys, values, mask, scaling=new.scaling, softcap=new.softcap)[0]
 
-    def lend(self, number: int) -> Lent | None:
+    def lend(self, number: int) -> CacheView | None:
         """The kept positions of a layer, for a step of decoding that appends one token to every row and attends: see
         `kernels.step.cache.AttendingCache`. None if a policy, a reading or an observer needs the token in a way that
         such steps do not support."""

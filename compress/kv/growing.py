@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kernels.step.lent import Lent
+from kernels.step.cache_view import CacheView
 
 SPARE = 8  # room for an eighth more, at least 16 positions, before a window moves to the front of its tensors
 
@@ -64,7 +64,7 @@ class WindowRoom:
     shown: Tensor | None = None  # the layer's keys, while they are a view of `keys`
 
 
-def lend_window(layer: DynamicSlidingWindowLayer) -> Lent | None:
+def lend_window(layer: DynamicSlidingWindowLayer) -> CacheView | None:
     """`compress.kv.layer.KVLayer.lend` for a layer that keeps the last `sliding_window - 1` positions."""
     if not layer.is_initialized or layer.record_past:
         return None
@@ -77,7 +77,7 @@ def lend_window(layer: DynamicSlidingWindowLayer) -> Lent | None:
     layer.keys, layer.values = room.keys[:, :, visible], room.values[:, :, visible]
     room.shown = layer.keys
     layer.cumulative_length += 1
-    return Lent(*lent, [], [], [], [], [room.starts], [0, kept], 16, 64)
+    return CacheView(*lent, [room.starts], [0, kept])
 
 
 def _room(keys: Tensor, values: Tensor) -> WindowRoom:

@@ -18,7 +18,7 @@ from kernels.kv_decode import MAX_TOKENS as KERNEL_TOKENS
 from kernels.kv_decode import Listed
 from kernels.kv_decode.apart import kv_decode_apart
 from kernels.kv_decode.ranked import Ranked
-from kernels.step.lent import Lent
+from kernels.step.cache_view import CacheView
 
 EXACT = Precision()
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -308,7 +308,7 @@ class KVLayer(DynamicLayer):
         if not whole and self.length > n:  # remove padding between tokens
             self.keep_only(torch.cat([self.valid[..., :-n], new], -1))
 
-    def lend(self) -> Lent | None:
+    def lend(self) -> CacheView | None:
         """The kept positions, for a step of decoding that itself appends a token to every row; this token is counted
         as kept. None if the step would have to do more than append."""
         if not self.slabs or self.divided or self.traces or (given := lend_slabs(self.slabs)) is None:

@@ -10,7 +10,7 @@ from compress.kv.growing import Growing
 from compress.kv.precision import Held, Precision, outlier_factors
 from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode, merge_parts, quantize_kv, quantize_kv_float8
 from kernels.kv_decode.ranked import Ranked, kv_decode_ranked
-from kernels.step.lent import Lent
+from kernels.step.cache_view import EVERY, CacheView, ReadPositions
 
 
 class Slab(Held):
@@ -158,7 +158,7 @@ class Slab(Held):
         self.k, self.v = Growing(self.k.view[:, :, full:].clone()), Growing(self.v.view[:, :, full:].clone())
 
 
-def lend_slabs(slabs: Sequence[Slab]) -> Lent | None:
+def lend_slabs(slabs: Sequence[Slab]) -> CacheView | None:
     """Slabs that take one more token, which is counted in them; None if they cannot be read as one cache, or if
     more has to be done than to append."""
     coded = bool(slabs[0].codes)
@@ -173,10 +173,24 @@ def lend_slabs(slabs: Sequence[Slab]) -> Lent | None:
         slab.v.length += 1
     tails = [slab.k.buffer for slab in slabs], [slab.v.buffer for slab in slabs]
     starts, held = [slab.starts for slab in slabs], slabs[0].precision
-    if not coded:
-        return Lent(*tails, [], [], [], [], starts, counts, 16, held.group, held.rotates, held.rotates_values)
-    codes = ([slab.codes[i].buffer for slab in slabs] for i in range(4))
-    return Lent(*codes, *tails, starts, counts, held.bits, held.group, held.rotates, held.rotates_values)
+    codes = [[slab.codes[i].buffer for slab in slabs] for i in range(4)] if coded else None
+    return view_of(held, codes, tails, starts, counts)
+
+
+def view_of(
+    held: Precision,
+    codes: Sequence[list[Tensor]] | None,
+    tails: Sequence[list[Tensor]],
+    starts: list[Tensor],
+    counts: list[int],
+    sparse: ReadPositions = EVERY,
+) -> CacheView:
+    """The view of slabs of this precision; codes: their keys, values and scales, None if nothing is quantised."""
+    how = held.group, held.rotates, held.rotates_values, sparse
+    if codes is None:
+        return CacheView(*tails, starts, counts, 16, *how)
+    k, v, params_k, params_v = codes
+    return CacheView(k, v, starts, counts, held.bits, *how, params_k, params_v, *tails)
 
 
 class DividedSlab:

@@ -12,11 +12,11 @@ from compress.formats import Dense, Format
 from compress.formats.masked import masked, masked_spec
 from compress.method import knob
 from compress.pruning.patterns import UNSTRUCTURED, kept, parse_pattern
-from compress.records import LayerRecord
 from compress.walk.blocks import targets
 from compress.walk.context import Context
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
+from eval.record.compression import LayerRecord
 
 HALF = 0.5  # of the weights: the usual ratio
 
@@ -115,7 +115,7 @@ class PruningMethod(LayerwiseMethod):
             context = context.with_measured(ratio=allocate(curves, weights, self.ratio))
         records = LayerwiseMethod.apply(self, model, batches, context)
         shown = {name: {f"{level:g}": value for level, value in curve.items()} for name, curve in curves.items()}
-        return [dataclasses.replace(record, distortion=shown.get(record.name)) for record in records]
+        return [dataclasses.replace(record, distortion=shown.get(record.name, {})) for record in records]
 
     @property
     def zeros(self) -> float:

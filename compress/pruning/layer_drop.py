@@ -15,11 +15,11 @@ from compress.dropped import decoding_error, drop_block, drop_part, parts_of, un
 from compress.fewer_blocks import without_blocks
 from compress.linear import parameter_count, replace
 from compress.method import Method, knob
-from compress.records import DropRecord
 from compress.transforms.stream import stream_of
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, block_calls, on_device, run_block
 from compress.walk.context import Context
+from eval.record.compression import DropRecord
 from kernels.linear import fast_linear
 from kernels.support.errors import first_line
 

@@ -13,7 +13,6 @@ from compress.formats import Dense
 from compress.linear import CompressedLinear, is_linear, weight_of
 from compress.linear import replace as put
 from compress.method import Method, knob
-from compress.records import FoldRecord, LayerRecord
 from compress.rotations.flattening import Aim, Flat, FlatLinear, balance, errors_of, start_of, train
 from compress.rotations.ranges import TurnedInput, dense_record, fold_record, ranges_of
 from compress.transforms import Kronecker
@@ -26,6 +25,7 @@ from compress.walk.folds.links import made_up_batch
 from compress.walk.groups import input_groups
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
+from eval.record.compression import FoldRecord, LayerRecord
 from kernels.clock import clock
 from kernels.linear import fast_linear
 

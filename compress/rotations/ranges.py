@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from compress.linear import met_by, weight_of
-from compress.records import FoldRecord, LayerRecord
 from compress.walk.capture import Call, run_block
 from compress.walk.folds.checks import binned, column_absmax, summary
+from eval.record.compression import Channels, FoldRecord, LayerRecord, Magnitudes
 
 
 @dataclass(frozen=True)
@@ -76,18 +76,17 @@ def fold_record(
         difference=difference,
         seconds=seconds,
         notes=notes,
-        channels={
-            "x_before": binned(before[0].abs().amax(0)), "x_after": binned(after[0].abs().amax(0)),
-            "w_before": binned(before[1]), "w_after": binned(after[1]),
-        },
-    )  # fmt: skip
+        channels=Channels(
+            *(binned(x.abs().amax(0)) for x in (before[0], after[0])), *(binned(w) for w in (before[1], after[1]))
+        ),
+    )
 
 
-def summary_of(x: Tensor) -> dict[str, float]:
+def summary_of(x: Tensor) -> Magnitudes:
     """Ranges of the channels of inputs x [tokens, in], and the mean kurtosis of a token's values (3: normal)."""
     centred = x - x.mean(-1, keepdim=True)
     variance = centred.square().mean(-1).clamp_min(1e-30)
-    return {**summary(x.abs().amax(0)), "kurtosis": (centred.pow(4).mean(-1) / variance.square()).mean().item()}
+    return summary(x.abs().amax(0), (centred.pow(4).mean(-1) / variance.square()).mean().item())
 
 
 def dense_record(model: nn.Module, name: str, note: str) -> LayerRecord:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from compress.formats import Dense
 from compress.linear import CompressedLinear, is_linear, replace, weight_of
 from compress.method import Method, knob
-from compress.records import FoldRecord, LayerRecord
 from compress.rotations.folds import StreamUse, fold_heads, fold_stream, heads_of, stream_use, trial_of
 from compress.rotations.learned import WINDOW, Rotations, learn
 from compress.rotations.ranges import TurnedInput, dense_record, fold_record, ranges_of
@@ -27,6 +26,7 @@ from compress.walk.folds.checks import difference, logits_of, show_largest, tole
 from compress.walk.folds.links import Link, find_links, made_up_batch
 from compress.walk.offload import is_offloaded
 from compress.walk.parallel.ranks import progress_bar
+from eval.record.compression import FoldRecord, LayerRecord
 from kernels.clock import clock
 
 TRIED = 64  # tokens on which possible folds are tried

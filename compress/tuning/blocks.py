@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from compress.linear import CompressedLinear, replace, weight_of
-from compress.records import LayerRecord
 from compress.tuning.training import Schedule, TrainedLinear, token_loss, train
 from compress.walk.blocks import find_blocks, is_named
 from compress.walk.capture import Call, block_calls, device_of, on_device, run_block
@@ -22,6 +21,7 @@ from compress.walk.parallel.ranks import current, joined
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 from compress.walk.walk import dense_weights, record
+from eval.record.compression import LayerRecord
 from kernels.clock import clock
 from kernels.linear import fast_linear
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from compress.method import Method, knob
-from compress.records import LayerRecord
 from compress.tuning.blocks import tune_blocks
 from compress.tuning.training import Schedule
 from compress.walk.context import Context
+from eval.record.compression import LayerRecord
 
 DTYPES = {"model": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 STORING = ("quantize_weights", "correct")

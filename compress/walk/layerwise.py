@@ -11,7 +11,6 @@ from compress.formats import Format
 from compress.formats.masked import holds_floats
 from compress.linear import compressed_linears
 from compress.method import Method, knob
-from compress.records import LayerRecord
 from compress.transforms import Transform
 from compress.walk.blocks import check_experts, check_skip, targets
 from compress.walk.capture import Call
@@ -20,6 +19,7 @@ from compress.walk.ends.solve import check_ends, solve_ends
 from compress.walk.once.calibrated import solve_from
 from compress.walk.statistics import LayerStatistics
 from compress.walk.walk import walk, with_errors
+from eval.record.compression import LayerRecord
 
 
 @dataclass(frozen=True, kw_only=True)

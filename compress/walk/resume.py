@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from compress.linear import CompressedLinear
-from compress.records import LayerRecord
+from eval.record.compression import LayerRecord
+from eval.record.reading import row
 from kernels.support.files import whole_file
 
 
@@ -74,10 +75,7 @@ class BlockStore:
         for name, it in about["linears"].items():
             own = {k.removeprefix(f"{name}."): t for k, t in tensors.items() if k.startswith(f"{name}.")}
             linears[name] = CompressedLinear.from_tensors(it["spec"], own, getattr(torch, it["dtype"]))
-        records = [
-            LayerRecord(**{**r, "shape": tuple(r["shape"]), "notes": tuple(r["notes"])}) for r in about["records"]
-        ]
-        return linears, records
+        return linears, list(row(tuple[LayerRecord, ...], about["records"]))
 
     def put(self, index: int, tensors: dict[str, torch.Tensor], about: Any) -> None:
         """Keep a block's tensors and JSON."""

@@ -18,7 +18,6 @@ from tqdm.auto import tqdm
 from compress.formats import Format
 from compress.formats.masked import kept_of, masked_like
 from compress.linear import CompressedLinear, replace, weight_of
-from compress.records import LayerRecord
 from compress.transforms import Transform, followed_by, orders
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import Call, advance, block_calls, on_device
@@ -29,6 +28,7 @@ from compress.walk.groups import collect, input_groups
 from compress.walk.original.lockstep import Lockstep
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.statistics import PAIRED, LayerStatistics
+from eval.record.compression import LayerRecord
 from kernels.clock import clock
 from kernels.linear import fast_linear, plain_torch
 

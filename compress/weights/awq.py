@@ -13,7 +13,6 @@ from compress.grid.grids import make_grid, scale_rule, scales_of
 from compress.grid.integer import AT_ONCE
 from compress.grid.nearest import rtn
 from compress.method import Method, knob
-from compress.records import FoldRecord, LayerRecord
 from compress.walk.blocks import is_named
 from compress.walk.context import Context
 from compress.walk.folds.folding import FoldChoice, FoldingMethod
@@ -22,6 +21,7 @@ from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 from compress.weights.on_grid import GridMethod
+from eval.record.compression import FoldRecord, LayerRecord
 from kernels.linear import linear
 
 # Knobs that are settled by a weight quantiser that follows.

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from compress.method import Method
-from compress.records import LayerRecord
 from compress.walk.context import Context
 from compress.walk.fisher import fisher
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
+from eval.record.compression import LayerRecord
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from compress.allocation.sensitivity import FisherLoss
 from compress.formats import Format, bits_of
 from compress.grammar import split_recipes, variants_of
 from compress.method import Method, knob
-from compress.records import AllocationRecord, LayerRecord
 from compress.walk.blocks import end_targets, find_blocks, targets
 from compress.walk.context import Context
 from compress.walk.ends.solve import check_ends
@@ -28,6 +27,7 @@ from compress.walk.folds.folding import FoldingMethod
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
+from eval.record.compression import AllocationRecord, LayerRecord
 from kernels.clock import clock
 
 MEASURED = ("kl", "kl_scaled", "fisher")

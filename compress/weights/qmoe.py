@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from compress.formats import Format, TernaryWeight
+from compress.formats.ternary.words import P0
 from compress.method import knob
 from compress.walk.hessian import Factor, diagonal_with, factorise
 from compress.walk.statistics import LayerStatistics
 from compress.weights.on_grid import HessianMethod
-from kernels.ternary_matmul import P0
 
 BLOCK = 128  # columns whose updates are applied at once to the rest
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from eval.record.measured import CacheAnswers, CacheMeasurements, NeedleDepths, Survival
+
 FULL = "full"  # the cache with which all others are compared
 _RESAMPLES = 2000
 
@@ -87,46 +89,41 @@ class LongContextScores:
                 mine[f"cache_bytes_{length}"] = size
         return found
 
-    def found(self) -> dict[str, Any]:
-        """All results as JSON, in the form of the record's entry `cache`.
-
-        answers: rows {variant, task, length, visibility, exact, nll, kl: one number per sample, kl_by_token: means};
-        against: by variant and visibility, the difference of exact answers from the full cache's, with its interval;
-        the other entries are like the attributes.
-        """
+    def found(self, **more: Any) -> CacheMeasurements:
+        """All results: the record's entry `cache`; more: its parts that were not measured here."""
         rows = [
-            {
-                "variant": name,
-                "task": task,
-                "length": length,
-                "visibility": visibility,
-                "exact": [int(a.exact) for a in answers],
-                "nll": [round(a.nll, 5) for a in answers],
-                "kl": [round(sum(a.kl) / len(a.kl), 5) for a in answers],
-                "kl_by_token": _by_token([a.kl for a in answers]),
-            }
+            CacheAnswers(
+                name,
+                task,
+                length,
+                visibility,
+                tuple(int(a.exact) for a in answers),
+                tuple(round(a.nll, 5) for a in answers),
+                tuple(round(sum(a.kl) / len(a.kl), 5) for a in answers),
+                _by_token([a.kl for a in answers]),
+            )
             for name, groups in self.answers.items()
             for (task, length, visibility), answers in groups.items()
         ]
-        visibilities = dict.fromkeys(row["visibility"] for row in rows)
-        return {
-            "answers": rows,
-            "against": {
+        visibilities = dict.fromkeys(row.visibility for row in rows)
+        return CacheMeasurements(
+            tuple(rows),
+            against={
                 name: {v: self.against(name, visibility=v) for v in visibilities}
                 for name in self.answers
                 if name != FULL
             },
-            "depths": [{"task": t, "length": n, "depths": d} for (t, n), d in self.depths.items()],
-            "cache_bytes": self.cache_bytes,
-            "elsewhere_bytes": self.elsewhere_bytes,
-            "kept": self.kept,
-            "errors": self.errors,
-            "survival": {
-                name: [{"task": t, "length": n, "share": share} for (t, n), share in of.items()]
-                for name, of in self.survival.items()
+            cache_bytes=self.cache_bytes,
+            elsewhere_bytes=self.elsewhere_bytes,
+            seconds={name: float(np.median(values)) for name, values in self.seconds.items()},
+            kept=self.kept,
+            survival={
+                name: tuple(Survival(t, n, share) for (t, n), share in of.items()) for name, of in self.survival.items()
             },
-            "seconds": {name: float(np.median(values)) for name, values in self.seconds.items()},
-        }
+            errors={name: tuple(of) for name, of in self.errors.items()},
+            depths=tuple(NeedleDepths(t, n, tuple(d)) for (t, n), d in self.depths.items()),
+            **more,
+        )
 
     def against(self, name: str, other: str = FULL, *, visibility: str, seed: int = 0) -> tuple[float, float, float]:
         """Difference of the share of exact answers over all tasks and lengths, and its 95 % interval by paired
@@ -140,10 +137,10 @@ class LongContextScores:
         return bootstrap(pairs, seed)
 
 
-def _by_token(kls: Sequence[Sequence[float]]) -> list[float]:
+def _by_token(kls: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Mean KL of the answers' first token, of the second, and so on, as long as half of the answers have the token."""
     longest = sorted(map(len, kls))[len(kls) // 2]
-    return [round(float(np.mean([kl[i] for kl in kls if i < len(kl)])), 5) for i in range(longest)]
+    return tuple(round(float(np.mean([kl[i] for kl in kls if i < len(kl)])), 5) for i in range(longest))
 
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> tuple[float, float, float]:

@@ -31,7 +31,7 @@ from kernels.support.modes import evaluating
 
 VISIBILITIES = ("agnostic", "another", "turns", "visible", "follow-up")
 _OF_SECOND = {"another", "turns", "follow-up"}  # visibilities with the second question
-_AT_ONCE = 16  # number of caches for one pass, if `abreast` is given; all of them are held in memory until then
+_AT_ONCE = 16  # number of caches for one pass, if `batched` is given; all of them are held in memory until then
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def score_long_context(
     variants: Mapping[str, Callable[[Cache], Cache]],
     visibilities: Sequence[str] = VISIBILITIES,
     finished: MutableMapping[tuple[int, str], dict[str, Any]] | None = None,
-    abreast: Callable[[Sequence[Cache]], Cache] | None = None,
+    batched: Callable[[Sequence[Cache]], Cache] | None = None,
 ) -> LongContextScores:
     """Ask the samples' questions of every variant's cache.
 
@@ -56,7 +56,7 @@ def score_long_context(
         visibilities: some of VISIBILITIES; another, turns and follow-up need samples with two questions.
         finished: earlier results, JSON by a sample's number and a variant, which are not computed again. If any result
             of a context is missing, the context is read again, and the full cache answers again.
-        abreast: makes one cache from the caches of several variants, like a batch whose row i is cache i, so that each
+        batched: makes one cache from the caches of several variants, like a batch whose row i is cache i, so that each
             layer of a pass is computed once for all; without it every cache has its own pass.
 
     Raises:
@@ -72,7 +72,7 @@ def score_long_context(
         if missing:
             asked = {FULL: ways[FULL], **missing}
             with _flat_head(model), evaluating(model):
-                found = _ask_all(model, sample, observer(), asked, visibilities, missing, progress, abreast)
+                found = _ask_all(model, sample, observer(), asked, visibilities, missing, progress, batched)
             for name in missing:
                 finished[i, name] = found[name]
     progress.close()
@@ -87,7 +87,7 @@ def _ask_all(
     visibilities: Sequence[str],
     counted: Container[str],
     progress: tqdm,
-    abreast: Callable[[Sequence[Cache]], Cache] | None = None,
+    batched: Callable[[Sequence[Cache]], Cache] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The results of one sample, as JSON: {variant: {"answers": {visibility: Answer}, "cache": for the first
     visibility}}. The answers of the `counted` variants count as progress."""
@@ -105,7 +105,7 @@ def _ask_all(
             _feed(model, torch.cat([first.ask[-1:], first.answer]), read, device)
         if visibility not in visibilities or (visibility in _OF_SECOND and len(sample.questions) < 2):
             continue
-        for names in _groups(list(ways), _AT_ONCE if abreast else 1):
+        for names in _groups(list(ways), _AT_ONCE if batched else 1):
             progress.set_postfix_str(f"{sample.task} {sample.length}, {visibility}, {names[-1]}")
             caches = []
             for name in names:
@@ -117,7 +117,7 @@ def _ask_all(
                     of |= {"bytes": cache.nbytes_16, "elsewhere": _elsewhere(cache), "seconds": seconds}
                     of |= _kept(sample, cache)
                 cache.paused = True  # the following tokens are not a prompt to compress
-            together = caches[0] if abreast is None else abreast(caches)
+            together = caches[0] if batched is None else batched(caches)
             _feed(model, said, together, device, len(caches))
             asked = _ask(model, question, together, device, len(caches))
             for name, outputs, logits in zip(names, *asked, strict=True):

@@ -1,76 +1,80 @@
-"""Rows of optional measurements: tasks, generations, speed grids, costs, caches, kernels."""
+"""Rows of optional measurements: tasks, generations, caches, kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from eval.record.noise import Ends, Load, counts, faster_by, speed_ends
-
-Interval = tuple[float, ...]  # (low, high), or (value, low, high)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of timings, tasks or generations; each has only some of these."""
-
-    prompt_tokens: int | None
-    new_tokens: int | None
-    rounds: int | None
-    batch: int | None
-    limit: int | None
-    num_fewshot: int | None
-    batch_size: int | None
-    seed: int | None
-    lm_eval: str
-    device: object
-    dtype: object
-    deterministic: bool
-    chat: bool
-    prompts: object
-    seeds: object
+from eval.record.speed import CacheSpeed, Interval
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and each model's text. first_difference: the first token that differs from the baseline's, or None."""
+    """A prompt and each model's text. first_difference: the first token that differs from the baseline's, or None.
+    temperature, seed: None in samples that are all greedy."""
 
     prompt: str
     texts: dict[str, str]
     first_difference: dict[str, int | None]
-    temperature: float | None
-    seed: int | None
+    temperature: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """How the questions of tasks were asked. task_path: the folder of their files."""
+
+    limit: int | None = None
+    num_fewshot: int | None = None
+    batch_size: int | None = None
+    seed: int | None = None
+    chat: bool | None = None
+    task_path: str = ""
+    lm_eval: str = ""
+    dtype: str = ""
+    device: str = ""
+    deterministic: bool | None = None
 
 
 @dataclass(frozen=True)
 class TaskRow:
+    """A task and its primary metric. n: number of questions; seconds: by model."""
+
     task: str
     metric: str
     n: int | None
     num_fewshot: int | None
     version: str
     higher_is_better: bool | None
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Paired:
-    """A model compared with the baseline on the same questions of one task; intervals are at 95 %."""
+    """A model compared with the baseline on the same questions of one task; intervals are at 95 %.
+
+    recovery: value / baseline, or its inverse if less is better: 1 is as good. difference: value - baseline.
+    right_to_wrong, wrong_to_right, same, mcnemar_p: None unless all values are 0 or 1. A value that is not finite is
+    None.
+    """
 
     metric: str
     n: int | None
     baseline: float | None
     value: float | None
-    recovery: float | None
-    recovery_low: float | None
-    recovery_high: float | None
-    difference: float | None
-    difference_low: float | None
-    difference_high: float | None
-    right_to_wrong: int | None
-    wrong_to_right: int | None
-    same: int | None
-    mcnemar_p: float | None
+    recovery: float | None = None
+    recovery_low: float | None = None
+    recovery_high: float | None = None
+    difference: float | None = None
+    difference_low: float | None = None
+    difference_high: float | None = None
+    right_to_wrong: int | None = None
+    wrong_to_right: int | None = None
+    same: int | None = None
+    mcnemar_p: float | None = None
 
 
 @dataclass(frozen=True)
 class Flip:
+    """A question that one of two models answered right. direction: "right to wrong" or "wrong to right"."""
+
     task: str
     doc_id: str
     direction: str
@@ -78,17 +82,25 @@ class Flip:
     gold: str
     baseline_answer: str
     answer: str
+    doc_hash: str = ""
 
 
 @dataclass(frozen=True)
 class Tasks:
-    settings: Settings
+    """Answers to tasks; the record's `tasks`.
+
+    compared: {model: {task: beside the baseline}}; flips: some of each model's changed answers; files: {model: {task:
+    file of its samples}}; cached: {model: tasks whose answers were already stored}; groups: {requested group: tasks}.
+    """
+
+    settings: TaskSettings
     rows: tuple[TaskRow, ...]
     compared: dict[str, dict[str, Paired]]
     flips: dict[str, tuple[Flip, ...]]
     files: dict[str, dict[str, str]]
     groups: dict[str, tuple[str, ...]]
     notes: tuple[str, ...]
+    cached: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def parts(self) -> set[str]:
@@ -99,6 +111,15 @@ class Tasks:
 
 @dataclass(frozen=True)
 class GenerationRow:
+    """Means over the texts of one model at one temperature (0: greedy), with standard errors over the prompts.
+
+    None: the baseline compared with itself, or a standard error of a single prompt.
+
+    first_difference: number of tokens before the first that differs from the baseline's; a text without a difference
+        counts with its length, so that the largest value is `new_tokens`.
+    length: at most `new_tokens`, likewise. repetition: None if all texts are shorter than four tokens.
+    """
+
     model: str
     temperature: float | None
     n: int | None
@@ -115,87 +136,35 @@ class GenerationRow:
 
 
 @dataclass(frozen=True)
+class GenerationSettings:
+    """How texts were written. prompts, seeds: their numbers (early records list them); dtype, device: by model; aside:
+    {model: settings of its own that were not used}."""
+
+    new_tokens: int | None
+    prompts: object
+    seeds: object
+    prompts_sha256: str = ""
+    temperatures: tuple[float, ...] = ()
+    batch_size: int | None = None
+    chat: bool | None = None
+    end_tokens: tuple[int, ...] = ()
+    dtype: object = None
+    device: object = None
+    aside: object = None
+
+
+@dataclass(frozen=True)
 class Generation:
-    settings: Settings
+    """Texts written by the models; the record's `generation`. file: of all texts, relative to the run's folder."""
+
+    settings: GenerationSettings
     rows: tuple[GenerationRow, ...]
     samples: tuple[Sample, ...]
     file: str
 
 
 @dataclass(frozen=True)
-class GridRow:
-    model: str
-    batch: int | None
-    prompt_tokens: int | None
-    prefill_tokens_per_s: float | None
-    prefill_quartiles: Interval
-    prefill_ratio: float | None
-    decode_tokens_per_s: float | None
-    decode_quartiles: Interval
-    decode_ratio: float | None
-    time_to_first_token_s: float | None
-    execution: str
-
-
-@dataclass(frozen=True)
-class SpeedGrid:
-    settings: Settings
-    rows: tuple[GridRow, ...]
-    spread: dict[str, float]
-    load: Load | None
-
-    def counts(self, row: GridRow, phase: str) -> bool:
-        """Does a model's speed in decode or prefill differ from that of the baseline in the same cell by more than
-        noise?"""
-        cell = [one for one in self.rows if (one.batch, one.prompt_tokens) == (row.batch, row.prompt_tokens)]
-        base = next((one for one in cell if one.model == "baseline"), None)
-        ends = [self._ends(one, phase) if one else None for one in (row, base)]
-        return counts(*faster_by(*ends))
-
-    def _ends(self, row: GridRow, phase: str) -> Ends | None:
-        value, quartiles = getattr(row, f"{phase}_tokens_per_s"), getattr(row, f"{phase}_quartiles")
-        return speed_ends(value, quartiles, self.spread.get(phase), self.load, self.settings.rounds)
-
-
-@dataclass(frozen=True)
-class Measure:
-    value: float | None
-    unit: str
-    note: str
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    read_bytes_per_s: float | None
-    flops_per_s: float | None
-    how: str
-
-
-@dataclass(frozen=True)
-class CostRow:
-    model: str
-    batch: int | None
-    context: int | None
-    weight_bytes: float | None
-    cache_bytes: float | None
-    flops: float | None
-    bound: str
-    predicted_s: float | None
-    measured_s: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        return self.measured_s / self.predicted_s if self.measured_s and self.predicted_s else None
-
-
-@dataclass(frozen=True)
-class Cost:
-    ceilings: Ceilings
-    rows: tuple[CostRow, ...]
-
-
-@dataclass(frozen=True)
-class Answers:
+class CacheAnswers:
     """Answers of one variant of the cache to one task: a number for each sample; kl_by_token: means."""
 
     variant: str
@@ -219,47 +188,21 @@ class NeedleDepths:
 class Survival:
     """Share of the needle that is kept, [layer][head]."""
 
+    task: str
+    length: int | None
+
     share: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
-class CacheSpeed:
-    """By variant and context: (median, lower quartile, upper quartile)."""
+class CacheMeasurements:
+    """The measurements of compressed KV caches, by variant; the record's `cache`.
 
-    tokens_per_s: dict[str, dict[int, Interval]]
-    attention_s: dict[str, dict[int, Interval]]
-    attention_speedup: dict[str, dict[int, float]]
-    execution: dict[str, str]
-    settings: Settings
-    spread: dict[str, float]
-    load: Load | None
+    against: by visibility, the difference of exact answers from the full cache's, with its interval. kept: by length,
+    [layers][heads]. curves: {policy with {} for its budget: [(budget, variant)]}. See `eval.contexts.answers`.
+    """
 
-    def decode_ratio(self, name: str, baseline: str) -> tuple[int, float | None] | None:
-        """The longest context of a variant, and its decode speed there over that of the baseline."""
-        own = self.tokens_per_s.get(name)
-        if not own:
-            return None
-        longest = max(own)
-        full = self.tokens_per_s.get(baseline, {}).get(longest)
-        return longest, own[longest][0] / full[0] if own[longest] and full and full[0] else None
-
-    def counts(self, name: str, baseline: str, context: int) -> bool:
-        """Do the decode speeds of two variants behind a context differ by more than noise?"""
-        return counts(*faster_by(self.ends(name, context), self.ends(baseline, context)))
-
-    def ends(self, name: str, context: int) -> Ends | None:
-        """The interval of a variant's decode speed behind a context (`eval.record.noise.speed_ends`)."""
-        timed = self.tokens_per_s.get(name, {}).get(context, ())
-        if not timed:
-            return None
-        return speed_ends(timed[0], timed[1:], self.spread.get("decode"), self.load, self.settings.rounds)
-
-
-@dataclass(frozen=True)
-class Cache:
-    """The measurements of compressed KV caches, by variant."""
-
-    answers: tuple[Answers, ...]
+    answers: tuple[CacheAnswers, ...]
     against: dict[str, dict[str, Interval]]
     cache_bytes: dict[str, dict[int, float]]
     elsewhere_bytes: dict[str, dict[int, float]]
@@ -268,11 +211,11 @@ class Cache:
     survival: dict[str, tuple[Survival, ...]]
     errors: dict[str, tuple[float, ...]]
     depths: tuple[NeedleDepths, ...]
-    curves: dict[str, tuple[tuple[str, ...], ...]]
-    references: tuple[str, ...]
-    timed: tuple[str, ...]
-    left_alone: dict[str, int]
-    speed: CacheSpeed | None
+    curves: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    references: tuple[str, ...] = ()
+    timed: tuple[str, ...] = ()
+    left_alone: dict[str, int] = field(default_factory=dict)
+    speed: CacheSpeed | None = None
 
 
 @dataclass(frozen=True)
@@ -284,7 +227,7 @@ class BenchRun:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class BenchGpu:
     name: str
     sms: int | None
     l2_bytes: float | None
@@ -293,7 +236,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class BenchEnvironment:
-    gpu: Gpu | None
+    gpu: BenchGpu | None
 
 
 @dataclass(frozen=True)
@@ -303,7 +246,7 @@ class BenchCeilings:
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckRow:
     op: str
     name: str
     impl: str
@@ -314,7 +257,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Contest:
+class ContestRow:
     op: str
     detail: str
     shape: tuple[int, ...]
@@ -354,6 +297,6 @@ class Bench:
     unfinished: tuple[Unfinished, ...]
     environment: BenchEnvironment
     ceilings: BenchCeilings | None
-    checks: tuple[Check, ...]
-    rows: tuple[Contest, ...]
+    checks: tuple[CheckRow, ...]
+    rows: tuple[ContestRow, ...]
     summary: BenchSummary

@@ -50,7 +50,10 @@ def read_json(path: Path, shape: Mapping[str, Any] = {}) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value in the form of JSON: lists for tuples, and a text for each number that is not finite."""
+    """A value in the form of JSON: objects for dataclasses, lists for tuples, and a text for each number that is not
+    finite."""
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if _is_list(value):

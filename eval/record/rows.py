@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.record import noise
-from eval.record.measured import Bench, Cache, Cost, Generation, Interval, Measure, Sample, Settings, SpeedGrid, Tasks
-from eval.record.noise import Load
+from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord, Magnitudes
+from eval.record.measured import Bench, CacheMeasurements, Generation, Sample, Tasks
 from eval.record.reading import row
+from eval.record.speed import Cost, Measure, Speed, SpeedGrid
 
 PHASES = {  # of a timing, by metric
     "decode_tokens_per_s": "decode", "step_tokens_per_s": "step", "prefill_tokens_per_s": "prefill",
@@ -65,88 +66,6 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class LayerRow:
-    name: str
-    shape: tuple[int, ...]
-    format: str
-    bits_per_weight: float | None
-    error: float | None
-    rtn_error: float | None
-    seconds: float | None
-    notes: tuple[str, ...]
-    sparsity: float | None
-    distortion: dict[str, float]
-    choice: str | None
-    choices: dict[str, float]
-
-    @property
-    def weights(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Magnitudes:
-    """Magnitudes of channels; kurtosis: the mean over tokens of the kurtosis of a token's values, or None."""
-
-    max: float | None
-    median: float | None
-    kurtosis: float | None
-
-    @property
-    def outlier(self) -> float:
-        """The largest channel relative to the typical one."""
-        return (self.max or 0.0) / max(self.median or 0.0, 1e-30)
-
-
-@dataclass(frozen=True)
-class Channels:
-    x_before: Interval
-    x_after: Interval
-    w_before: Interval
-    w_after: Interval
-
-
-@dataclass(frozen=True)
-class Fold:
-    name: str
-    kind: str
-    consumers: tuple[str, ...]
-    alpha: float | None
-    x_before: Magnitudes
-    x_after: Magnitudes
-    w_before: Magnitudes
-    w_after: Magnitudes
-    error_before: float | None
-    error_after: float | None
-    difference: float | None
-    notes: tuple[str, ...]
-    channels: Channels | None
-
-
-@dataclass(frozen=True)
-class Drop:
-    name: str
-    kind: str
-    block: int | None
-    importance: float | None
-    order: int | None
-    parameters: int | None
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """chosen, curve: (bytes of the whole model, predicted loss)."""
-
-    loss: str
-    budget_bytes: float | None
-    beside_bytes: float | None
-    chosen: tuple[float, ...]
-    curve: tuple[tuple[float, ...], ...]
-    layers: int | None
-    seconds: float | None
-
-
-@dataclass(frozen=True)
 class StrengthPoint:
     value: str
     scores: Scores
@@ -181,29 +100,6 @@ class Text:
     stride: int | None
     bos: str
     windows: int | None
-
-
-@dataclass(frozen=True)
-class SpeedRow:
-    decode_tokens_per_s: float | None
-    decode_quartiles: Interval
-    prefill_tokens_per_s: float | None
-    prefill_quartiles: Interval
-    time_to_first_token_s: float | None
-    dtype: str
-    execution: str
-    kernels: dict[str, tuple[str, ...]]
-    settings: Settings
-    memory_limit_tokens_per_s: float | None
-    step_tokens_per_s: float | None
-    step_quartiles: Interval
-    spread: dict[str, float]
-    load: Load | None
-
-    def ends(self, phase: str) -> noise.Ends | None:
-        """The interval of the speed of decode, step or prefill (`eval.record.noise.speed_ends`)."""
-        value, quartiles = getattr(self, f"{phase}_tokens_per_s"), getattr(self, f"{phase}_quartiles")
-        return noise.speed_ends(value, quartiles, self.spread.get(phase), self.load, self.settings.rounds)
 
 
 @dataclass(frozen=True)
@@ -244,18 +140,18 @@ class RunRecord:
     recipes: dict[str, tuple[Step, ...]]
     model: ModelRef
     calibration: Calibration | None
-    layers: tuple[LayerRow, ...]
+    layers: tuple[LayerRecord, ...]
     inputs: dict[str, dict[str, Magnitudes]]
-    folds: tuple[Fold, ...]
-    drops: tuple[Drop, ...]
-    allocation: Allocation | None
+    folds: tuple[FoldRecord, ...]
+    drops: tuple[DropRecord, ...]
+    allocation: AllocationRecord | None
     strengths: Strengths
-    cache: Cache | None
+    cache: CacheMeasurements | None
     kept: tuple[Kept, ...]
     scores: dict[str, Scores]
     difference: dict[str, Scores]
     texts: dict[str, Text]
-    speed: dict[str, SpeedRow]
+    speed: dict[str, Speed]
     samples: tuple[Sample, ...]
     notes: tuple[str, ...]
     kernels: dict[str, str]

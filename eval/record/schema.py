@@ -12,11 +12,11 @@ Its shape (more keys are welcome, these keep their names):
                    choice, choices}]                  the method chosen for it, {method: predicted loss}
     inputs       {model: {linear: {max, p99, median, kurtosis}}}   of the linear's input before rounding
     folds        [{name, kind, consumers, alpha, x_before, ...}]        scales moved from norms and linears into the
-                 linears that read them (`compress.records.FoldRecord` has the shape)
+                 linears that read them (`eval.record.compression.FoldRecord` has the shape)
     drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were, or might be, dropped
     allocation   {loss, budget_bytes, beside_bytes, chosen, curve, layers, seconds}   the allocation of bytes to layers
-                 (`compress.records.AllocationRecord`); null if there was none
-    cache        measurements of compressed KV caches, in the record of such a run (`eval.record.measured.Cache`)
+                 (`eval.record.compression.AllocationRecord`); null if there was none
+    cache        measurements of compressed KV caches (`eval.record.measured.CacheMeasurements`); null in other runs
     strengths    {lines: [{recipe, points: [{value, removed_parameters, dropped, seconds, scores}]}]}   recipes that
                  were scored, but not timed, with {} replaced by each of these values
     kept         [{name, shape, bytes, reason}]

@@ -1,17 +1,16 @@
 """The speed at which a model decodes after contexts of several lengths, with different compressed caches.
 
 Every variant, including the full 16-bit cache, is timed in turns with the same kernel and the same native step
-(`kernels/step`), or the same compiled step if there is no native one for the model. The baseline of attention is the
-faster of two: the kernel on a full cache, and torch's attention on preallocated keys with the heads that share keys
-folded into rows.
+(`kernels/step`), or by the model's own code if there is no native step for it, as in `generate`. The baseline of
+attention is the faster of two: the kernel on a full cache, and torch's attention on its keys with the heads that share
+keys folded into rows.
 """
 
 import statistics
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from html import escape
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,84 +20,30 @@ from transformers import Cache
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from eval.machine.load import LoadMeter
-from eval.record.noise import Load
+from eval.record.speed import CacheSpeed, Interval, TimingSettings
 from eval.speed.device_lock import undisturbed
-from eval.speed.packing import Packing
-from eval.speed.regional import NotRegional, Step, compile_regional
+from eval.speed.regional import Step
 from eval.speed.speed import quartiles, spreads
 from eval.speed.work import config_of_layer, head_width
 from kernels.clock import clock
 from kernels.huge_pages import in_huge_pages
-from kernels.kv_decode import KV
 from kernels.registry import recording
 from kernels.step.assemble import CHECKED, MOST, difference
 from kernels.step.decoder import NotNative, recognise
 from kernels.step.in_parts import StepInParts
-from kernels.support.errors import first_line
 
 FULL = "full"
 SDPA = "full, torch SDPA"
+_Times = dict[str, dict[int, Interval]]  # by variant and context
 REPEATS = 2  # rounds at each context in which the full cache is timed twice, so that noise is known
 
 
-class Slab(Protocol):
-    """A cache's tensors for some heads of a layer."""
-
-    kv: KV
-    lengths: Tensor
-    starts: Tensor
-
-    def attend(self, q: Tensor) -> Tensor: ...
-
-
 class TimedCache(Protocol):
-    """A cache of fixed tensors that can be set to its state after any number of tokens."""
+    """A cache that can be set to its state after any number of tokens."""
 
     def at(self, tokens: int) -> Cache: ...
-    def layer_slabs(self) -> list[Slab]: ...
-
-
-@dataclass
-class CacheSpeed:
-    """The measured times, each as (median, first quartile, third quartile) over the rounds.
-
-    Attributes:
-        tokens_per_s: {variant: {context: ...}} of the whole model, batch 1.
-        attention_s: {variant: {context: ...}}: seconds of the attention of all layers for one token; also for "full,
-            torch SDPA".
-        execution: {variant: native step, compiled or eager, with the reason}.
-        kernels: {op: implementations that ran}.
-        settings: new_tokens, rounds, batch, dtype.
-        spread: for decode and attention, the relative difference that chance makes, from the full cache, which is timed
-            twice in the first rounds of every context. load: what else used the processor.
-    """
-
-    tokens_per_s: dict[str, dict[int, tuple[float, float, float]]] = field(default_factory=dict)
-    attention_s: dict[str, dict[int, tuple[float, float, float]]] = field(default_factory=dict)
-    execution: dict[str, str] = field(default_factory=dict)
-    kernels: dict[str, list[str]] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    spread: dict[str, float] = field(default_factory=dict)
-    load: Load = field(default_factory=Load)
-
-    def _repr_html_(self) -> str:
-        contexts = list(next(iter(self.attention_s.values())))
-        head = "".join(f"<th>{c:,} tokens</th>" for c in contexts)
-        rows = ""
-        for name, attention in self.attention_s.items():
-            whole = self.tokens_per_s.get(name, {})
-            cells = (
-                f"{f'{whole[c][0]:.1f} tokens/s, ' if c in whole else ''}attention {attention[c][0] * 1e3:.2f} ms"
-                for c in contexts
-            )
-            shown = "".join(f"<td>{cell}</td>" for cell in cells)
-            rows += f"<tr><th style='text-align:left'>{escape(name)}</th>{shown}</tr>"
-        return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
-
-    def attention_speedup(self, variant: str, context: int) -> float:
-        """The time of the faster attention with a full 16-bit cache, divided by the time of this attention."""
-        full = min(self.attention_s[name][context][0] for name in (FULL, SDPA))
-        return full / self.attention_s[variant][context][0]
+    def attend(self, q: Tensor) -> None: ...
+    def dense(self) -> list[tuple[Tensor, Tensor]]: ...
 
 
 @torch.no_grad()
@@ -113,8 +58,7 @@ def measure_cache_speed(
     """Time decoding after every context, and attention alone.
 
     Args:
-        model: a decoder that takes such caches as `past_key_values` and as `compressed`, in the dtype in which it is
-            deployed.
+        model: a decoder that takes such caches as `past_key_values`, in the dtype in which it is deployed.
         variants: {name: function that makes its cache}; "full" must be among them.
         contexts: numbers of tokens before the timed ones.
         new_tokens: number of tokens decoded after each context, in every round.
@@ -129,15 +73,10 @@ def measure_cache_speed(
         raise ValueError(
             f"`variants` (={list(variants)}) must hold {FULL!r}, the cache with which all others are compared"
         )
-    speed = CacheSpeed(
-        settings={
-            "new_tokens": new_tokens,
-            "rounds": rounds,
-            "batch": 1,
-            "dtype": str(model.dtype).removeprefix("torch."),
-        }
-    )
-    made, packing = _Made(model, {}, {}, new_tokens), Packing()
+    execution: dict[str, str] = {}
+    speeds: _Times = {}
+    attention: _Times = {}
+    made = _Made(model, {}, {}, new_tokens)
     in_huge_pages([*model.parameters(), *model.buffers()])
     progress = tqdm(
         total=len(variants) + len(contexts) * rounds * (2 * len(variants) + 1), desc="cache speed", unit="run"
@@ -147,19 +86,32 @@ def measure_cache_speed(
         for name, make in variants.items():
             progress.set_postfix_str(f"{name}: making ready")
             made.caches[name] = make()
-            made.steps[name], speed.execution[name] = _step(model, made.caches[name], contexts[0], packing)
+            made.steps[name], execution[name] = _step(model, made.caches[name], contexts[0])
             progress.update()
         with LoadMeter() as meter:
             for context in contexts:
                 timed, alone = _in_turns(made, context, rounds, twice, progress)
                 meter.look()
-                for found, into in ((timed, speed.tokens_per_s), (alone, speed.attention_s)):
+                for found, into in ((timed, speeds), (alone, attention)):
                     for name, values in found.items():
                         into.setdefault(name, {})[context] = (statistics.median(values), *quartiles(values))
     progress.close()
-    speed.kernels = {op: sorted(used) for op, used in kernels.items()}
-    speed.spread, speed.load = spreads(twice, rounds), meter.load
-    return speed
+    return CacheSpeed(
+        speeds,
+        attention,
+        _speedups(attention),
+        execution,
+        TimingSettings(rounds, new_tokens, batch=1, dtype=str(model.dtype).removeprefix("torch.")),
+        spreads(twice, rounds),
+        meter.load,
+        {op: tuple(sorted(used)) for op, used in kernels.items()},
+    )
+
+
+def _speedups(attention: _Times) -> dict[str, dict[int, float]]:
+    """The time of the faster attention with a full 16-bit cache, divided by that of each variant's, by context."""
+    full = {context: min(attention[name][context][0] for name in (FULL, SDPA)) for context in attention[FULL]}
+    return {name: {c: full[c] / of[c][0] for c in of} for name, of in attention.items()}
 
 
 @dataclass
@@ -175,7 +127,8 @@ class _Made:
         """Tokens per second of the whole model, and seconds of its attention alone."""
         cache, device = self.caches[name], self.model.device
         speed = 1 / _decode(self.steps[name], cache, context, self.new_tokens, device)
-        return speed, _attention(self.model, cache.at(context), _as_it_reads)
+        cache.at(context)
+        return speed, _attention(self.model, cache.attend)
 
 
 def _in_turns(
@@ -192,7 +145,8 @@ def _in_turns(
             timed[name].append(whole)
             alone[name].append(attention)
             progress.update(2)
-        alone[SDPA].append(_attention(made.model, made.caches[FULL].at(context), _by_sdpa))
+        made.caches[FULL].at(context)
+        alone[SDPA].append(_attention(made.model, partial(_by_sdpa, made.caches[FULL].dense())))
         progress.update()
         if turn < REPEATS:
             again = made.times(FULL, context)
@@ -211,7 +165,7 @@ def _native(model: nn.Module, cache: TimedCache, context: int) -> Step:
     differences = []
     for token in (torch.arange(CHECKED) * 7919 % model.get_input_embeddings().num_embeddings)[:, None, None]:
         at = cache.at(context)
-        wanted = model(token, past_key_values=at, compressed=at, position_ids=position, use_cache=True).logits[:, -1]
+        wanted = model(token, past_key_values=at, position_ids=position, use_cache=True).logits[:, -1]
         step(token, cache.at(context), position)
         differences.append(difference(step.logits[:, -1], wanted))
     # With artificial caches, the logits of many tokens depend on rounding in any program. A wrong program differs for
@@ -221,28 +175,18 @@ def _native(model: nn.Module, cache: TimedCache, context: int) -> Step:
     return lambda token, position: step(token, cache, position)
 
 
-def _step(model: nn.Module, cache: TimedCache, context: int, packing: Packing) -> tuple[Step, str]:
-    """One token by the native step, or compiled if that is possible; and a description of the execution."""
+def _step(model: nn.Module, cache: TimedCache, context: int) -> tuple[Step, str]:
+    """One token by the native step, or by the model's own code; and a description of the execution."""
     try:
         return _native(model, cache, context), "native step"
     except NotNative as error:
-        why = f"; no native step: {error}"
+        why = f"eager; no native step: {error}"
 
     def step(token: Tensor, position: Tensor) -> Tensor:
-        logits = model(token, past_key_values=cache, compressed=cache, position_ids=position, use_cache=True).logits
+        logits = model(token, past_key_values=cache, position_ids=position, use_cache=True).logits
         return logits[:, -1].argmax(-1, keepdim=True)
 
-    _decode(step, cache, context, 1, model.device)
-    token = torch.ones(1, 1, dtype=torch.long, device=model.device)
-    position = torch.full_like(token, context)
-    try:
-        compiled = compile_regional(model, cache, step, token, position, packing, lambda: cache.at(context))
-        return compiled, f"compiled{why}"
-    except NotRegional as error:
-        return step, f"eager ({error}){why}"
-    except Exception as error:  # no compiler, or an unsupported model
-        warnings.warn(f"the model does not compile, so it runs eagerly: {first_line(error)}", stacklevel=2)
-        return step, f"eager (does not compile: {first_line(error)[:120]}){why}"
+    return step, why
 
 
 def _decode(step: Step, cache: TimedCache, context: int, count: int, device: torch.device) -> float:
@@ -257,9 +201,8 @@ def _decode(step: Step, cache: TimedCache, context: int, count: int, device: tor
     return statistics.median(seconds)
 
 
-def _attention(model: nn.Module, cache: TimedCache, attend: Callable[[Tensor, Slab], Tensor]) -> float:
+def _attention(model: nn.Module, attend: Callable[[Tensor], object]) -> float:
     """Seconds of the attention of all layers, one after the other, for one token; the best of three."""
-    slabs = cache.layer_slabs()
     config, device = model.config.get_text_config(decoder=True), model.device
     own = config_of_layer(config, get_layer_types_and_kwargs(config)[0].index("full_attention"))  # they are alike
     # A cache may hold fewer channels than a head has.
@@ -267,17 +210,11 @@ def _attention(model: nn.Module, cache: TimedCache, attend: Callable[[Tensor, Sl
     best = float("inf")
     for _ in range(3):
         start = clock(device)
-        for slab in slabs:
-            attend(q, slab)
+        attend(q)
         best = min(best, clock(device) - start)
     return best
 
 
-def _as_it_reads(q: Tensor, slab: Slab) -> Tensor:
-    return slab.attend(q)
-
-
-def _by_sdpa(q: Tensor, slab: Slab) -> Tensor:
-    start, length = int(slab.starts[0, 0]), int(slab.lengths[0, 0])
-    k, v = (x[:, :, start : start + length] for x in (slab.kv.k, slab.kv.v))
-    return scaled_dot_product_attention(q.reshape(1, k.shape[1], -1, q.shape[-1]), k, v)
+def _by_sdpa(layers: Sequence[tuple[Tensor, Tensor]], q: Tensor) -> None:
+    for k, v in layers:
+        scaled_dot_product_attention(q.reshape(1, k.shape[1], -1, q.shape[-1]), k, v)

@@ -9,98 +9,19 @@ model itself stores.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from html import escape
-from typing import Any
+from dataclasses import replace
 
 from torch import nn
 from tqdm.auto import tqdm
 
-from eval.speed.speed import Speed
+from eval.record.speed import Cost, CostCeilings, CostRow, GridRow, Speed
 from eval.speed.work import Work, work
 from kernels.harness import roofline
 from kernels.harness.roofline import Ceilings
 from kernels.support.deploy import deployed
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The least time of one decoding step, in which every row of the batch gets a token.
-
-    predicted_s: seconds, the longer of bytes / bandwidth and flops / peak. bound: "memory" or "compute", whichever is
-        the longer one.
-    """
-
-    batch: int
-    context: int
-    weight_bytes: float
-    cache_bytes: float
-    flops: float
-    predicted_s: float
-    bound: str
-
-
-@dataclass
-class Cost:
-    """Predictions and measurements.
-
-    Attributes:
-        ceilings: read_bytes_per_s, flops_per_s (None: not measured; then only bytes count), how.
-        rows: {model, the fields of `Prediction`, measured_s (of one such step, None: not measured), execution}.
-    """
-
-    ceilings: dict[str, Any] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """{model: {predicted_decode_tokens_per_s, share_of_predicted_speed}} for each model's first row with a
-        measurement."""
-        found: dict[str, dict[str, float]] = {}
-        for row in self.rows:
-            if row["measured_s"] is not None and row["model"] not in found:
-                found[row["model"]] = {
-                    "predicted_decode_tokens_per_s": row["batch"] / row["predicted_s"],
-                    "share_of_predicted_speed": row["predicted_s"] / row["measured_s"],
-                }
-        return found
-
-    def found(self) -> dict[str, Any]:
-        """All results as JSON, in the form of the record's entry `cost`."""
-        return {"ceilings": self.ceilings, "rows": self.rows}
-
-    def _repr_html_(self) -> str:
-        names = (
-            "",
-            "batch",
-            "context",
-            "weights, MB",
-            "cache, MB",
-            "Mflop",
-            "predicted, ms",
-            "bound by",
-            "measured, ms",
-        )
-        head = "".join(f"<th>{name}</th>" for name in names)
-        body = ""
-        for row in self.rows:
-            measured = "" if row["measured_s"] is None else f"{row['measured_s'] * 1e3:.2f}"
-            cells = (
-                row["batch"],
-                f"{row['context']:,}",
-                f"{row['weight_bytes'] / 1e6:,.1f}",
-                f"{row['cache_bytes'] / 1e6:,.2f}",
-                f"{row['flops'] / 1e6:,.0f}",
-                f"{row['predicted_s'] * 1e3:.2f}",
-                row["bound"],
-                measured,
-            )
-            shown = "".join(f"<td>{cell}</td>" for cell in cells)
-            body += f"<tr><th style='text-align:left'>{escape(row['model'])}</th>{shown}</tr>"
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def predict(model: nn.Module, *, context: int, batch: int = 1, ceilings: Ceilings) -> Prediction:
+def predict(model: nn.Module, *, context: int, batch: int = 1, ceilings: Ceilings) -> CostRow:
     """The least time of one decoding step on a device with these ceilings.
 
     Args:
@@ -115,21 +36,21 @@ def predict(model: nn.Module, *, context: int, batch: int = 1, ceilings: Ceiling
     for name, value in (("context", context), ("batch", batch)):
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
-    return _predict(work(model), context, batch, ceilings)
+    return _predict("", work(model), context, batch, ceilings)
 
 
-def _predict(work: Work, context: int, batch: int, ceilings: Ceilings) -> Prediction:
+def _predict(name: str, work: Work, context: int, batch: int, ceilings: Ceilings) -> CostRow:
     weights, cache, flops = work.weight_bytes(batch), work.cache_bytes(context, batch), work.flops(context, batch)
     moving = (weights + cache) / ceilings.bandwidth
     rate = ceilings.rates.get(work.dtype)
     computing = flops / rate if rate else 0.0
     bound = "memory" if moving >= computing else "compute"
-    return Prediction(batch, context, weights, cache, flops, max(moving, computing), bound)
+    return CostRow(name, batch, context, weights, cache, flops, max(moving, computing), bound)
 
 
 def cost_model(
     models: Mapping[str, nn.Module],
-    speed_rows: Sequence[Mapping[str, Any]] = (),
+    speed_rows: Sequence[GridRow] = (),
     ceilings: Ceilings | None = None,
     *,
     contexts: Sequence[int] = (),
@@ -143,8 +64,8 @@ def cost_model(
 
     Args:
         models: {name: model}.
-        speed_rows: {model, batch, prompt_tokens, new_tokens, decode_tokens_per_s, execution}: from `speed_rows(...)`
-            and `SpeedGrid.rows`; rows of other models are ignored. The context is that of the middle token.
+        speed_rows: from `speed_rows(...)` and `SpeedGrid.rows`; rows of other models are ignored. The context is that
+            of the middle token.
         ceilings: of the device; None: they are measured, in some seconds.
         contexts, batches: all combinations for which predictions without measurements are added.
         how: origin of the ceilings, if they are given.
@@ -164,29 +85,27 @@ def cost_model(
     done: dict[str, Work] = {}
     for name, model in tqdm(models.items(), desc="cost model", unit="model"):
         done[name] = work(deployed(model))
-    cost = Cost({"read_bytes_per_s": ceilings.bandwidth, "flops_per_s": ceilings.rates.get("bfloat16"), "how": how})
+    rows = []
     for row in speed_rows:
-        if row["model"] in done:
-            context = row["prompt_tokens"] + (row["new_tokens"] + 1) // 2
-            found = _predict(done[row["model"]], context, row["batch"], ceilings)
-            measured = {"measured_s": row["batch"] / row["decode_tokens_per_s"], "execution": row.get("execution", "")}
-            cost.rows.append({"model": row["model"], **asdict(found), **measured})
+        if row.model in done:
+            context = row.prompt_tokens + (row.new_tokens + 1) // 2
+            found = _predict(row.model, done[row.model], context, row.batch, ceilings)
+            rows.append(replace(found, measured_s=row.batch / row.decode_tokens_per_s, execution=row.execution))
     for name, one in done.items():
-        for batch in batches:
-            for context in contexts:
-                found = _predict(one, context, batch, ceilings)
-                cost.rows.append({"model": name, **asdict(found), "measured_s": None, "execution": ""})
-    return cost
+        rows += [_predict(name, one, context, batch, ceilings) for batch in batches for context in contexts]
+    return Cost(CostCeilings(ceilings.bandwidth, ceilings.rates.get("bfloat16"), how), tuple(rows))
 
 
-def speed_rows(speeds: Mapping[str, Speed]) -> list[dict[str, Any]]:
+def speed_rows(speeds: Mapping[str, Speed]) -> list[GridRow]:
     """The results of `measure_speed`, as rows for `cost_model`."""
     return [
-        {
-            "model": name,
-            **{key: one.settings[key] for key in ("batch", "prompt_tokens", "new_tokens")},
-            "decode_tokens_per_s": one.decode_tokens_per_s,
-            "execution": one.execution,
-        }
+        GridRow(
+            model=name,
+            batch=one.settings.batch,
+            prompt_tokens=one.settings.prompt_tokens,
+            new_tokens=one.settings.new_tokens,
+            decode_tokens_per_s=one.decode_tokens_per_s,
+            execution=one.execution,
+        )
         for name, one in speeds.items()
     ]

@@ -16,10 +16,9 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -29,6 +28,7 @@ from tqdm.auto import tqdm
 from eval.machine.energy import POWERCAP, EnergyCounter, NotMeasurable, energy_counter, gpu_use
 from eval.machine.memory import return_freed_memory
 from eval.machine.size import size
+from eval.record.speed import Measure
 from eval.speed.device_lock import undisturbed
 from eval.speed.speed import Variant, clear, contestants, in_groups, make, make_ready, positions, serve
 from eval.speed.work import Work, work
@@ -37,15 +37,6 @@ from kernels.support.deploy import deployed
 
 METRICS = ("memory_use", "compute_use", "latency", "throughput", "energy", "compression_rate")
 EVERY_S = 0.02  # seconds between two samples of the machine
-
-
-@dataclass(frozen=True)
-class Measure:
-    """value: None if it cannot be measured here; the note then gives the reason."""
-
-    value: float | None
-    unit: str
-    note: str = ""
 
 
 @dataclass
@@ -76,9 +67,9 @@ class Efficiency:
             for name, of in self.models.items()
         }
 
-    def found(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """All results as JSON, in the form of the record's entry `efficiency`."""
-        return {name: {metric: asdict(one) for metric, one in of.items()} for name, of in self.models.items()}
+    def found(self) -> dict[str, dict[str, Measure]]:
+        """The record's entry `efficiency`."""
+        return self.models
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{escape(name)}</th>" for name in ("", *self.models))

@@ -25,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 from eval.machine.load import LoadMeter
 from eval.machine.memory import return_freed_memory
 from eval.record.noise import Load, spread
+from eval.record.speed import Speed, TimingSettings
 from eval.speed.attention import fast_attention
 from eval.speed.device_lock import undisturbed
 from eval.speed.packing import Packing
@@ -45,35 +46,6 @@ from kernels.step.gpu.accelerate import accelerate_by_graphs
 from kernels.step.gpu.graphs import Graphs
 from kernels.support.deploy import deployed
 from kernels.support.errors import first_line
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Medians over the rounds, with the first and third quartile.
-
-    decode, step and prefill in tokens per second (of all rows of a batch together), time_to_first_token in seconds.
-    decode is what `model.generate` reaches, greedily, from one token to the next; step is the decoding step alone, in a
-    loop of its own. dtype and execution of the step (compiled or eager, with the reason); kernels: {op: implementations
-    that ran}; memory_limit: the decode speed if a step took no longer than reading the weights and the cache once, at
-    the rate at which this machine reads memory. spread: for decode, step and prefill, the relative difference that
-    chance makes, from the first variant, which is timed twice in every turn (`eval.record.noise.spread`); load: what
-    else used the processor meanwhile.
-    """
-
-    decode_tokens_per_s: float
-    decode_quartiles: tuple[float, float]
-    prefill_tokens_per_s: float
-    prefill_quartiles: tuple[float, float]
-    time_to_first_token_s: float
-    dtype: str
-    execution: str
-    kernels: dict[str, list[str]]
-    settings: dict[str, int]
-    memory_limit_tokens_per_s: float | None = None
-    step_tokens_per_s: float | None = None
-    step_quartiles: tuple[float, ...] = ()
-    spread: dict[str, float] = field(default_factory=dict)
-    load: Load = field(default_factory=Load)
 
 
 @dataclass
@@ -187,7 +159,8 @@ def measure_speed(
         bandwidth = read_bandwidth(device)
     progress.close()
     noise = spreads(next(iter(variants.values())).twice, rounds), meter.load
-    return {name: _speed(variant, counts | {"groups": groups}, bandwidth, *noise) for name, variant in variants.items()}
+    settings = TimingSettings(**counts, groups=groups)
+    return {name: _speed(variant, settings, bandwidth, *noise) for name, variant in variants.items()}
 
 
 def positions(model: nn.Module) -> int:
@@ -295,9 +268,10 @@ def _bytes_a_step(model: nn.Module, context: int, batch: int) -> float | None:
     return done.weight_bytes(batch) + done.cache_bytes(context, batch)
 
 
-def _speed(v: Variant, settings: dict[str, int], bandwidth: float, spread_of: dict[str, float], load: Load) -> Speed:
-    decode, step = ([settings["batch"] / s for s in seconds] for seconds in (v.written_s, v.token_s))
-    prefill = [settings["batch"] * settings["prompt_tokens"] / s for s in v.ttft_s]
+def _speed(v: Variant, settings: TimingSettings, bandwidth: float, spread_of: dict[str, float], load: Load) -> Speed:
+    batch, prompt = settings.batch or 1, settings.prompt_tokens or 1
+    decode, step = ([batch / s for s in seconds] for seconds in (v.written_s, v.token_s))
+    prefill = [batch * prompt / s for s in v.ttft_s]
     return Speed(
         statistics.median(decode),
         quartiles(decode),
@@ -306,9 +280,9 @@ def _speed(v: Variant, settings: dict[str, int], bandwidth: float, spread_of: di
         statistics.median(v.ttft_s),
         v.dtype,
         v.execution,
-        {op: sorted(used) for op, used in v.kernels.items()},
+        {op: tuple(sorted(used)) for op, used in v.kernels.items()},
         settings,
-        settings["batch"] * bandwidth / v.bytes_a_step if v.bytes_a_step else None,
+        batch * bandwidth / v.bytes_a_step if v.bytes_a_step else None,
         statistics.median(step),
         quartiles(step),
         spread_of,

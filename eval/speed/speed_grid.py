@@ -8,18 +8,14 @@ If all are compiled, a cell in which one model cannot be compiled is measured ea
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from html import escape
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
 from eval.machine.load import LoadMeter
-from eval.record import measured
-from eval.record.noise import Load
-from eval.record.reading import row as read
+from eval.record.speed import GridRow, SpeedGrid, TimingSettings
 from eval.speed.device_lock import timing_threads, undisturbed
 from eval.speed.speed import (
     Variant,
@@ -33,56 +29,6 @@ from eval.speed.speed import (
     quartiles,
     spreads,
 )
-
-
-@dataclass
-class SpeedGrid:
-    """The measured speeds.
-
-    Attributes:
-        settings: batches, prompts, new_tokens, rounds, dtype, device, threads, groups.
-        rows: {model, batch, prompt_tokens, new_tokens, prefill_tokens_per_s, prefill_quartiles, decode_tokens_per_s
-            (of `generate`; all rows of the batch together), decode_quartiles, time_to_first_token_s, execution,
-            prefill_ratio, decode_ratio}: medians over the rounds; the ratios are to the baseline's same cell in the
-            same rounds, None of the baseline itself.
-        spread: for decode and prefill, the relative difference that chance makes, from the baseline, which is timed
-            twice in the first round of every cell. load: what else used the processor.
-    """
-
-    settings: dict[str, Any] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    spread: dict[str, float] = field(default_factory=dict)
-    load: Load = field(default_factory=Load)
-
-    @property
-    def metrics(self) -> dict[str, dict[str, float]]:
-        """{model: {prefill_tokens_per_s_b8_p512: ..., decode_tokens_per_s_b8_p512: ...}}."""
-        found: dict[str, dict[str, float]] = {row["model"]: {} for row in self.rows}
-        for row in self.rows:
-            for metric in ("prefill_tokens_per_s", "decode_tokens_per_s"):
-                found[row["model"]][f"{metric}_b{row['batch']}_p{row['prompt_tokens']}"] = row[metric]
-        return found
-
-    def found(self) -> dict[str, Any]:
-        """All results as JSON, in the form of the record's entry `speed_grid`."""
-        return {"settings": self.settings, "rows": self.rows, "spread": self.spread, "load": asdict(self.load)}
-
-    def _repr_html_(self) -> str:
-        cells = list(dict.fromkeys((row["batch"], row["prompt_tokens"]) for row in self.rows))
-        head = "".join(f"<th>batch {b}, prompt {p:,}</th>" for b, p in cells)
-        body, grid = "", read(measured.SpeedGrid, self.found())
-        told = {(row.model, row.batch, row.prompt_tokens): grid.counts(row, "decode") for row in grid.rows}
-        for name in dict.fromkeys(row["model"] for row in self.rows):
-            mine = {(row["batch"], row["prompt_tokens"]): row for row in self.rows if row["model"] == name}
-            shown = "".join(_cell(mine[cell], told[name, *cell]) for cell in cells)
-            body += f"<tr><th style='text-align:left'>{escape(name)}</th>{shown}</tr>"
-        caption = "<caption>tokens/s: decode, prefill; ≈ marks noise</caption>"
-        return f"<table>{caption}<thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _cell(row: dict[str, Any], counts: bool) -> str:
-    ratio = "" if row["decode_ratio"] is None else f" ({'' if counts else '≈ '}{row['decode_ratio']:.2f}×)"
-    return f"<td>{row['decode_tokens_per_s']:,.1f}{ratio}, {row['prefill_tokens_per_s']:,.0f}</td>"
 
 
 def check_speed_grid(
@@ -151,16 +97,15 @@ def measure_speed_grid(
         if not variant.compiled:
             variant.model = eager[name]
 
-    grid = SpeedGrid()
+    rows: list[GridRow] = []
     groups, meter = 0, LoadMeter()
     with undisturbed(device):
         for held in in_groups(variants, prepare):
             for batch, prompt in cells:
                 _ready(held, eager, batch, prompt, new_tokens, progress)
                 in_turns(held, prompt, new_tokens, rounds, batch, progress, meter, repeats=1)
-                grid.rows += [
-                    row for row in _rows(held, batch, prompt, new_tokens) if not groups or row["model"] != "baseline"
-                ]
+                again = {"baseline"} if groups else set()
+                rows += [row for row in _rows(held, batch, prompt, new_tokens) if row.model not in again]
                 for variant in held.values():
                     clear(variant)
                     variant.ttft_s, variant.token_s, variant.written_s = [], [], []
@@ -168,18 +113,17 @@ def measure_speed_grid(
             for name in held.keys() - {"baseline"}:
                 del eager[name]
     progress.close()
-    grid.spread, grid.load = spreads(variants["baseline"].twice, rounds), meter.load
-    grid.settings = {
-        "batches": list(batches),
-        "prompts": list(prompts),
-        "new_tokens": new_tokens,
-        "rounds": rounds,
-        "dtype": variants["baseline"].dtype,
-        "device": device.type,
-        "threads": timing_threads(),
-        "groups": groups,
-    }
-    return grid
+    settings = TimingSettings(
+        rounds=rounds,
+        new_tokens=new_tokens,
+        batches=tuple(batches),
+        prompts=tuple(prompts),
+        dtype=variants["baseline"].dtype,
+        device=device.type,
+        threads=timing_threads(),
+        groups=groups,
+    )
+    return SpeedGrid(settings, tuple(rows), spreads(variants["baseline"].twice, rounds), meter.load)
 
 
 def _ready(
@@ -201,27 +145,26 @@ def _ready(
         variant.compiled, variant.execution = True, f"{why}: {', '.join(failed)}"
 
 
-def _rows(held: dict[str, Variant], batch: int, prompt: int, new_tokens: int) -> list[dict[str, Any]]:
+def _rows(held: dict[str, Variant], batch: int, prompt: int, new_tokens: int) -> list[GridRow]:
     first = held["baseline"]
     rows = []
     for name, v in held.items():
         prefill, decode = [batch * prompt / s for s in v.ttft_s], [batch / s for s in v.written_s]
-        rows.append(
-            {
-                "model": name,
-                "batch": batch,
-                "prompt_tokens": prompt,
-                "new_tokens": new_tokens,
-                "prefill_tokens_per_s": statistics.median(prefill),
-                "prefill_quartiles": list(quartiles(prefill)),
-                "decode_tokens_per_s": statistics.median(decode),
-                "decode_quartiles": list(quartiles(decode)),
-                "time_to_first_token_s": statistics.median(v.ttft_s),
-                "execution": v.execution,
-                "prefill_ratio": None if v is first else statistics.median(first.ttft_s) / statistics.median(v.ttft_s),
-                "decode_ratio": None
-                if v is first
-                else statistics.median(first.written_s) / statistics.median(v.written_s),
-            }
+        row = GridRow(
+            model=name,
+            batch=batch,
+            prompt_tokens=prompt,
+            new_tokens=new_tokens,
+            prefill_tokens_per_s=statistics.median(prefill),
+            prefill_quartiles=quartiles(prefill),
+            decode_tokens_per_s=statistics.median(decode),
+            decode_quartiles=quartiles(decode),
+            time_to_first_token_s=statistics.median(v.ttft_s),
+            execution=v.execution,
         )
+        if v is not first:
+            prefill_ratio = statistics.median(first.ttft_s) / statistics.median(v.ttft_s)
+            decode_ratio = statistics.median(first.written_s) / statistics.median(v.written_s)
+            row = replace(row, prefill_ratio=prefill_ratio, decode_ratio=decode_ratio)
+        rows.append(row)
     return rows

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from eval.record.measured import Paired
+
 _RESAMPLES = 2000
 _AT_ONCE = 1 << 20  # number of drawn indices in memory at a time
 
@@ -42,11 +44,12 @@ def stderr(values: Sequence[Any], aggregate: str = "mean") -> float | None:
 def compare(
     baseline: Sequence[Any],
     other: Sequence[Any],
+    metric: str = "",
     *,
     aggregate: str = "mean",
     higher_is_better: bool = True,
     seed: int = 0,
-) -> dict[str, float | int | None]:
+) -> Paired:
     """One metric of two models, from its values on the same questions in the same order.
 
     Args:
@@ -54,10 +57,7 @@ def compare(
         aggregate: one of AGGREGATES.
 
     Returns:
-        n, baseline, value; recovery (value / baseline, or its inverse if less is better: 1 is as good) and difference
-        (value - baseline), both with the 2.5th and 97.5th percentile of 2,000 resamples of the questions as _low and
-        _high; right_to_wrong, wrong_to_right, same and mcnemar_p if all values are 0 or 1, else None. Values that are
-        not finite are None.
+        The comparison; the intervals are the 2.5th and 97.5th percentile of 2,000 resamples of the questions.
     """
     pair = [np.asarray(values, dtype=float) for values in (baseline, other)]
     assert pair[0].shape == pair[1].shape and len(pair[0]), "values of the same questions"
@@ -69,14 +69,9 @@ def compare(
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.divide(b, a) if higher_is_better else np.divide(a, b)
 
-    found = {"n": len(pair[0]), "baseline": finite(before), "value": finite(after)}
-    for name, value, resampled in (
-        ("recovery", float(recovery(np.float64(before), np.float64(after))), recovery(*drawn)),
-        ("difference", after - before, drawn[1] - drawn[0]),
-    ):
-        low, high = _percentiles(resampled)
-        found |= {name: finite(value), f"{name}_low": low, f"{name}_high": high}
-    return found | _turned(*pair)
+    recovered = finite(float(recovery(np.float64(before), np.float64(after)))), *_percentiles(recovery(*drawn))
+    gap = finite(after - before), *_percentiles(drawn[1] - drawn[0])
+    return Paired(metric, len(pair[0]), finite(before), finite(after), *recovered, *gap, *_turned(*pair))
 
 
 def finite(value: Any) -> Any:
@@ -99,16 +94,12 @@ def mcnemar(right_to_wrong: int, wrong_to_right: int) -> float:
     return min(1.0, 2 * sum(math.comb(turns, i) for i in range(fewer + 1)) / 2**turns)
 
 
-def _turned(a: np.ndarray, b: np.ndarray) -> dict[str, float | int | None]:
+def _turned(a: np.ndarray, b: np.ndarray) -> tuple[int, int, int, float] | tuple[()]:
+    """right_to_wrong, wrong_to_right, same and mcnemar_p; nothing if some values are neither 0 nor 1."""
     if a.ndim > 1 or not np.isin([a, b], (0, 1)).all():
-        return dict.fromkeys(("right_to_wrong", "wrong_to_right", "same", "mcnemar_p"))
+        return ()
     worse, better = int(((a == 1) & (b == 0)).sum()), int(((a == 0) & (b == 1)).sum())
-    return {
-        "right_to_wrong": worse,
-        "wrong_to_right": better,
-        "same": len(a) - worse - better,
-        "mcnemar_p": mcnemar(worse, better),
-    }
+    return worse, better, len(a) - worse - better, mcnemar(worse, better)
 
 
 def _resampled(of: Callable[[np.ndarray], np.ndarray], many: Sequence[np.ndarray], seed: int) -> list[np.ndarray]:

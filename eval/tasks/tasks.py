@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.machine.processor import cpu_name, instructions_sha256
 from eval.record.files import write_whole
+from eval.record.measured import Flip, Paired, TaskRow, Tasks, TaskSettings
 from eval.tasks.fingerprint import model_sha256, tokenizer_sha256
 from eval.tasks.paired import compare, finite, fits, stderr
 from eval.tasks.task_files import check_names, find_tasks
@@ -49,7 +50,6 @@ class TaskScores:
     Attributes:
         answers: {model: {task: Answered}}; the other models are compared with the first.
         groups: {requested group: its tasks}; its score is over all its questions.
-        settings: limit, num_fewshot, batch_size, seed, task_path, chat, lm_eval, dtype, device, deterministic.
         cached: {model: tasks whose answers were already stored}.
         notes: necessary information for readers.
         files: {model: {task: file of its samples}}, relative to the folder in which they were saved.
@@ -57,7 +57,7 @@ class TaskScores:
 
     answers: "dict[str, dict[str, Answered]]" = field(default_factory=dict)
     groups: dict[str, list[str]] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: TaskSettings = field(default_factory=TaskSettings)
     cached: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     files: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class TaskScores:
         return found
 
     @cached_property
-    def compared(self) -> dict[str, dict[str, dict[str, Any]]]:
+    def compared(self) -> dict[str, dict[str, Paired]]:
         """{model: {task: its comparison with the first model}}: `eval.tasks.paired.compare` of the primary metric, by
         question."""
         others = list(self._scored.items())[1:]
@@ -98,30 +98,30 @@ class TaskScores:
             model: {name: _compared(self._first[name], of) for name, of in tasks.items()} for model, tasks in others
         }
 
-    def found(self) -> dict[str, Any]:
-        """All results except the samples as JSON, in the form of the record's entry `tasks`."""
-        rows = [
-            {
-                "task": name,
-                "metric": of.metric,
-                "n": len(of.documents),
-                "num_fewshot": of.num_fewshot,
-                "version": of.version,
-                "higher_is_better": of.higher_is_better.get(of.metric, True),
-                "seconds": {model: round(tasks[name].seconds, 1) for model, tasks in self._scored.items()},
-            }
+    def found(self) -> Tasks:
+        """All results except the samples: the record's entry `tasks`."""
+        rows = tuple(
+            TaskRow(
+                name,
+                of.metric,
+                len(of.documents),
+                of.num_fewshot,
+                of.version,
+                of.higher_is_better.get(of.metric, True),
+                {model: round(tasks[name].seconds, 1) for model, tasks in self._scored.items()},
+            )
             for name, of in self._first.items()
-        ]
-        return {
-            "settings": self.settings,
-            "rows": rows,
-            "compared": self.compared,
-            "flips": self._flips(),
-            "files": self.files,
-            "cached": self.cached,
-            "groups": self.groups,
-            "notes": self.notes,
-        }
+        )
+        return Tasks(
+            self.settings,
+            rows,
+            self.compared,
+            self._flips(),
+            self.files,
+            {group: tuple(of) for group, of in self.groups.items()},
+            tuple(self.notes),
+            {model: tuple(of) for model, of in self.cached.items()},
+        )
 
     def save(self, folder: str | Path) -> dict[str, dict[str, str]]:
         """Write every model's answers to every task, one line per question: <folder>/samples/<model>.<task>.jsonl.
@@ -176,23 +176,24 @@ class TaskScores:
         of = self._scored[model][name]
         value, error = of.values.get(of.metric), of.values.get(f"{of.metric}_stderr")
         text = ("" if value is None else f"{value:.4g}") + ("" if error is None else f" ± {error:.2g}")
-        beside = self.compared.get(model, {}).get(name, {})
-        if beside.get("recovery") is not None:
-            between = [beside["recovery_low"], beside["recovery_high"]]
+        if (beside := self.compared.get(model, {}).get(name)) is None:
+            return text
+        if beside.recovery is not None:
+            between = [beside.recovery_low, beside.recovery_high]
             shown = "" if None in between else f" [{between[0] * 100:.1f}, {between[1] * 100:.1f}]"
-            text += f"; {beside['recovery'] * 100:.1f} %{shown}"
-        if beside.get("right_to_wrong") is not None:
-            text += f"; −{beside['right_to_wrong']} +{beside['wrong_to_right']}, p {beside['mcnemar_p']:.2g}"
+            text += f"; {beside.recovery * 100:.1f} %{shown}"
+        if beside.right_to_wrong is not None:
+            text += f"; −{beside.right_to_wrong} +{beside.wrong_to_right}, p {beside.mcnemar_p:.2g}"
         return text
 
-    def _flips(self) -> dict[str, list[dict[str, Any]]]:
-        found: dict[str, list[dict[str, Any]]] = {}
+    def _flips(self) -> dict[str, tuple[Flip, ...]]:
+        found: dict[str, tuple[Flip, ...]] = {}
         for model, tasks in list(self.answers.items())[1:]:
-            found[model] = []
+            found[model] = ()
             for turn, direction in _TURNS.items():
                 of_tasks = [_turned(self._first[name], of, turn, direction) for name, of in tasks.items()]
                 mixed = (flip for row in zip_longest(*of_tasks) for flip in row if flip)  # some of every task
-                found[model] += islice(mixed, FLIPS)
+                found[model] += tuple(islice(mixed, FLIPS))
         return found
 
 
@@ -289,14 +290,14 @@ def answer_tasks(
                 scores.answers[name][task.name] = answers
                 progress.update()
     first = next(iter(models.values()))
-    scores.settings = {
+    scores.settings = TaskSettings(
         **asked,
-        "task_path": str(task_path),
-        "lm_eval": importlib.metadata.version("lm-eval"),
-        "dtype": str(first.dtype).removeprefix("torch."),
-        "device": str(first.device),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
+        task_path=str(task_path),
+        lm_eval=importlib.metadata.version("lm-eval"),
+        dtype=str(first.dtype).removeprefix("torch."),
+        device=str(first.device),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
     scores.notes = _notes(models, scores)
     return scores
 
@@ -393,39 +394,31 @@ def _joined(baseline: "Answered", other: "Answered") -> "list[tuple[Document, Do
     return [(d, of[d.doc_hash, d.doc_id]) for d in baseline.documents if (d.doc_hash, d.doc_id) in of]
 
 
-def _compared(baseline: "Answered", other: "Answered") -> dict[str, Any]:
+def _compared(baseline: "Answered", other: "Answered") -> Paired:
     metric, pairs = baseline.metric, _joined(baseline, other)
     a, b = ([pair[i].metrics.get(metric) for pair in pairs] for i in (0, 1))
     aggregate, better = baseline.aggregates.get(metric, ""), baseline.higher_is_better.get(metric, True)
     if fits(aggregate, a) and fits(aggregate, b):
-        return {"metric": metric, **compare(a, b, aggregate=aggregate, higher_is_better=better)}
+        return compare(a, b, metric, aggregate=aggregate, higher_is_better=better)
     before, after = finite(baseline.values.get(metric)), finite(other.values.get(metric))
     known = before is not None and after is not None
     over, under = (after, before) if better else (before, after)
-    found = compare([0], [0])  # for its keys; only the two values are known
-    return {
-        **dict.fromkeys(found),
-        "metric": metric,
-        "n": len(pairs),
-        "baseline": before,
-        "value": after,
-        "recovery": over / under if known and under else None,
-        "difference": after - before if known else None,
-    }
+    recovery, gap = over / under if known and under else None, after - before if known else None
+    return Paired(metric, len(pairs), before, after, recovery, difference=gap)
 
 
-def _turned(baseline: "Answered", other: "Answered", turn: tuple[int, int], direction: str) -> list[dict[str, Any]]:
+def _turned(baseline: "Answered", other: "Answered", turn: tuple[int, int], direction: str) -> list[Flip]:
     return [
-        {
-            "task": baseline.task,
-            "doc_id": a.doc_id,
-            "doc_hash": a.doc_hash,
-            "direction": direction,
-            "question": _end(a.question),
-            "gold": _start(a.gold),
-            "baseline_answer": _start(a.answer),
-            "answer": _start(b.answer),
-        }
+        Flip(
+            baseline.task,
+            a.doc_id,
+            direction,
+            _end(a.question),
+            _start(a.gold),
+            _start(a.answer),
+            _start(b.answer),
+            a.doc_hash,
+        )
         for a, b in _joined(baseline, other)
         if (a.metrics.get(baseline.metric), b.metrics.get(baseline.metric)) == turn
     ]

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from eval.record.measured import Sample
 from kernels.special_tokens import beginning
 from kernels.support.modes import evaluating
 
@@ -24,15 +24,6 @@ _NO_SETTINGS = {  # of a generation configuration: which tokens there are, and w
     "eos_token_id", "pad_token_id", "bos_token_id", "use_cache", "output_attentions", "output_hidden_states",
     "output_scores", "output_logits", "return_dict_in_generate", "transformers_version", "_from_model_config",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One prompt, each model's text, and its first difference from the baseline (token index; None: no difference)."""
-
-    prompt: str
-    texts: dict[str, str]
-    first_difference: dict[str, int | None]
 
 
 class Written(NamedTuple):

@@ -15,8 +15,8 @@ from transformers.cache_utils import (
 )
 
 from kernels.step.between import turn_and_store
+from kernels.step.cache_view import CacheView
 from kernels.step.decoder import Decoder, DecoderBlock, NotNative
-from kernels.step.lent import Lent
 
 SPARE = 256  # free positions that a cache is given after those in use
 LARGER = 1.5  # factor by which a full cache grows
@@ -63,7 +63,7 @@ class AttendingCache(Protocol):
     def get_seq_length(self) -> int:
         """The number of tokens seen, which is the next token's position."""
 
-    def lend(self, number: int) -> Lent | None:
+    def lend(self, number: int) -> CacheView | None:
         """The stored cache of a layer, if a step with one token per sequence only has to write it there and to attend;
         the cache already counts the token. None: call `attend_new` instead."""
 
@@ -209,13 +209,13 @@ class LentRooms:
         self._lent = {}
         for block, room in zip(decoder.blocks, rooms, strict=True):
             rows = starts[block.window][:, None].expand(-1, block.kv_heads).contiguous()
-            self._lent[block.index] = Lent([room.keys], [room.values], [], [], [], [], [rows], [0, slot], 16, 64)
+            self._lent[block.index] = CacheView([room.keys], [room.values], [rows], [0, slot])
 
     def get_seq_length(self) -> int:
         """The number of places in use."""
         return self.slot
 
-    def lend(self, number: int) -> Lent:
+    def lend(self, number: int) -> CacheView:
         """A layer's room."""
         return self._lent[number]
 

@@ -9,7 +9,7 @@ from kernels import native
 from kernels.hadamard import widest_block
 from kernels.hadamard.cpu import factors
 from kernels.registry import ran
-from kernels.step.lent import Lent
+from kernels.step.cache_view import CacheView
 from kernels.step.program import ACTIVATIONS, Attention, CacheAttention, InputChange, Norm, Products, Program, Weight
 
 RESIDUAL, ATTENDED = -1, -2  # numbers of a product's input in native/step_types.inc
@@ -88,22 +88,24 @@ class DecodeStep:
         `begin`; at the end, the next tokens, int64 [tokens, 1]."""
         return self._native.go_on(attended)
 
-    def attend_kept(self, lents: Sequence[Lent], tables: Sequence[tuple[Tensor, Tensor]], positions: Tensor) -> Tensor:
+    def attend_kept(
+        self, views: Sequence[CacheView], tables: Sequence[tuple[Tensor, Tensor]], positions: Tensor
+    ) -> Tensor:
         """Run the next attentions and the part after them, as `go_on` does. Each attention reads the tensors that a
         layer of a cache has lent, after the new keys and values have been written there.
 
         Args:
-            lents: of the next layers, in order. tables: of each, cosines and sines, float32 [positions, rotated
+            views: of the next layers, in order. tables: of each, cosines and sines, float32 [positions, rotated
                 channels]. positions: int64 [tokens, 1], of the tokens.
         """
         tensors, numbers, lists = [], [], []
-        for lent, (cos, sin) in zip(lents, tables, strict=True):
-            coded = (lent.params_k, lent.params_v, lent.tail_k, lent.tail_v) if lent.bits < 16 else ()
-            parts = zip(lent.k, lent.v, lent.starts, *coded, strict=True)
+        for view, (cos, sin) in zip(views, tables, strict=True):
+            coded = (view.params_k, view.params_v, view.tail_k, view.tail_v) if view.bits < 16 else ()
+            parts = zip(view.k, view.v, view.starts, *coded, strict=True)
             tensors.append([cos, sin, *(tensor for part in parts for tensor in part)])
-            bounds, pages, page, most, indices, lengths = lent.sparse
-            turned = int(lent.turned_keys), int(lent.turned_values)
-            numbers.append([lent.bits, lent.group, *turned, page, most, *lent.counts])
+            bounds, pages, page, most, indices, lengths = view.sparse
+            turned = int(view.turned_keys), int(view.turned_values)
+            numbers.append([view.bits, view.group, *turned, page, most, *view.counts])
             lists += [bounds, pages, indices, lengths]
         return self._native.attend_kept(tensors, numbers, lists, positions)
 

@@ -175,7 +175,7 @@ class Attention:
 @dataclass(frozen=True)
 class CacheAttention:
     """Replaces an `Attention`: the step stops here, and continues with a result that the cache has computed, or attends
-    to tensors that the cache lends (`kernels.step.lent.Lent`).
+    to tensors that the cache lends (`kernels.step.cache_view.CacheView`).
 
     The fields are those of `Attention`, without a window.
     """

@@ -14,10 +14,10 @@ from transformers import Cache, PreTrainedTokenizerBase
 
 from compress import METHODS, Result
 from compress.inputs.corpus import load_text
-from compress.kv import Abreast, CompressedCache, attached, left_alone
+from compress.kv import CacheBatch, CompressedCache, attached, left_alone
 from compress.kv.policy import CacheMethod, Policy, Projecting, Storage
 from compress.kv.reading.method import Reading
-from compress.kv.static import MadeUpCache, check_timed, check_timed_model, decoder
+from compress.kv.timed import FilledCache, check_timed, check_timed_model
 from compress.method import Method, settle
 from compress.plan import check_recipe
 from compress.recipe import parse_recipe, parse_recipes
@@ -27,8 +27,10 @@ from eval.contexts.haystack import NOISE, Sample, samples
 from eval.contexts.long_context import score_long_context
 from eval.evaluate import Scores
 from eval.record.files import write_whole
+from eval.record.measured import CacheMeasurements
 from eval.record.reading import read_json
-from eval.speed.cache_speed import FULL, CacheSpeed, measure_cache_speed
+from eval.record.speed import CacheSpeed
+from eval.speed.cache_speed import FULL, measure_cache_speed
 from kernels.support.deploy import deployed
 from notebooks.study.strengths import recipes_at
 
@@ -223,7 +225,7 @@ def score_caches(
             finished=finished,
             variants={name: way(methods) for name, methods in recipes.recipes.items()},
             visibilities=visibilities,
-            abreast=Abreast,
+            batched=CacheBatch,
         )
 
 
@@ -237,13 +239,14 @@ def time_caches(
     """`eval.speed.cache_speed.measure_cache_speed` of the timed recipes, on a 16-bit copy; None without contexts."""
     if not contexts:
         return None
-    copy, capacity = decoder(deployed(model)), max(contexts)
+    copy, capacity = deployed(model), max(contexts)
 
-    def make(methods: Sequence[Method]) -> Callable[[], MadeUpCache]:
-        return lambda: MadeUpCache(copy, capacity, *parts(methods), room=max(64, 2 * new_tokens))
+    def make(methods: Sequence[Method]) -> Callable[[], FilledCache]:
+        return lambda: FilledCache(copy, capacity, *parts(methods))
 
     variants = {FULL: make([]), **{name: make(recipes.recipes[name]) for name in recipes.timed}}
-    return measure_cache_speed(copy, variants, contexts, new_tokens=new_tokens, rounds=rounds)
+    with attached(copy):
+        return measure_cache_speed(copy, variants, contexts, new_tokens=new_tokens, rounds=rounds)
 
 
 def check_caches(model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int], lengths: Sequence[int]) -> None:
@@ -268,7 +271,7 @@ def cache_scores(model: nn.Module, found: LongContextScores, speed: CacheSpeed |
     metrics = {"baseline" if name == FULL else name: values for name, values in found.metrics().items()}
     kernels: dict[str, list[str]] = {}
     if speed is not None:
-        kernels = speed.kernels
+        kernels = {op: list(used) for op, used in speed.kernels.items()}
         for name, by_context in speed.tokens_per_s.items():
             own = metrics["baseline" if name == FULL else name]
             own |= {f"decode_tokens_per_s_{context}": value[0] for context, value in by_context.items()}
@@ -283,32 +286,21 @@ def cache_scores(model: nn.Module, found: LongContextScores, speed: CacheSpeed |
 
 def cache_found(
     model: nn.Module, recipes: CacheRecipes, found: LongContextScores, speed: CacheSpeed | None
-) -> dict[str, Any]:
+) -> CacheMeasurements:
     """The content of the record's `cache`."""
-    timed = (
-        None
-        if speed is None
-        else dataclasses.asdict(speed)
-        | {
-            "attention_speedup": {
-                name: {c: speed.attention_speedup(name, c) for c in of} for name, of in speed.attention_s.items()
-            }
-        }
+    return found.found(
+        curves=recipes.curves,
+        references=_references(recipes),
+        timed=tuple(recipes.timed),
+        left_alone=left_alone(model),
+        speed=speed,
     )
-    return {
-        **found.found(),
-        "curves": recipes.curves,
-        "timed": recipes.timed,
-        "references": _references(recipes),
-        "speed": timed,
-        "left_alone": left_alone(model),
-    }
 
 
-def _references(recipes: CacheRecipes) -> list[str]:
+def _references(recipes: CacheRecipes) -> tuple[str, ...]:
     """Curves of the baseline policies."""
     policies = {text: parts(recipes.recipes[points[0][1]])[0] for text, points in recipes.curves.items()}
-    return [text for text, policy in policies.items() if policy is not None and policy.reference]
+    return tuple(text for text, policy in policies.items() if policy is not None and policy.reference)
 
 
 def results_of(result: Result, recipes: CacheRecipes) -> dict[str, Result]:

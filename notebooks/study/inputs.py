@@ -3,7 +3,6 @@ inputs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +13,7 @@ from compress.transforms import parted
 from compress.walk.blocks import targets
 from compress.walk.capture import device_of
 from compress.walk.groups import hooked
-from eval.record.reading import row
-from eval.record.rows import Magnitudes
+from eval.record.compression import Magnitudes
 from reports.page.inputs import by_depth, said
 from reports.parts import plots
 from reports.parts.figures import Figures
@@ -30,30 +28,29 @@ class Inputs:
     """The measured inputs of each model; shows itself in Jupyter.
 
     Attributes:
-        ranges: {model: {linear: {"max", "p99", "median" of the channels' largest magnitudes, "kurtosis"}}}; for linears
-            that share an input, only the first one.
+        ranges: {model: {linear: of the channels' largest magnitudes}}; for linears that share an input, only the first
+            one.
         pictures: {input: {model: |x| over the root mean square of the token, [tokens, channels]}}.
     """
 
-    ranges: dict[str, dict[str, dict[str, float]]]
+    ranges: dict[str, dict[str, Magnitudes]]
     pictures: dict[str, dict[str, np.ndarray]]
 
     @property
     def metrics(self) -> dict[str, dict[str, float]]:
         return {}
 
-    def found(self) -> dict[str, Any]:
-        """The form of the record, without the pictures."""
+    def found(self) -> dict[str, dict[str, Magnitudes]]:
+        """The record's entry `inputs`: the ranges, without the pictures."""
         return self.ranges
 
     def _repr_html_(self) -> str:
-        ranges = row(dict[str, dict[str, Magnitudes]], self.ranges)
         figures = {
             "Channels by tokens": heat(self.pictures, key="heat", summary="Magnitudes of inputs, channels by tokens."),
-            "The largest channel against the typical one, by depth": by_depth(ranges, "outlier"),
-            "Kurtosis of a token's values, by depth (3: normal)": by_depth(ranges, "kurtosis"),
+            "The largest channel against the typical one, by depth": by_depth(self.ranges, "outlier"),
+            "Kurtosis of a token's values, by depth (3: normal)": by_depth(self.ranges, "kurtosis"),
         }
-        return Figures(said(ranges), figures)._repr_html_()
+        return Figures(said(self.ranges), figures)._repr_html_()
 
 
 def inputs_of(models: Mapping[str, nn.Module], batches: Sequence[Tensor]) -> Inputs:
@@ -81,7 +78,7 @@ class _Seen:
     """Data of one input: its ranges; its first tokens, as |x| over the root mean square of the token; the largest
     channel against the typical one, by means of this ratio over all tokens."""
 
-    ranges: dict[str, float]
+    ranges: Magnitudes
     picture: Tensor
     standing_out: float
 

@@ -6,7 +6,7 @@ A measurement that was not chosen is an `Unasked`, which a notebook shows and wh
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from html import escape
 from typing import Any, Protocol
@@ -16,11 +16,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.evaluate import Scores
+from eval.record.speed import SpeedGrid
 from eval.speed.cost import cost_model, speed_rows
 from eval.speed.device_lock import undisturbed
 from eval.speed.efficiency import check_efficiency, measure_efficiency
 from eval.speed.layercast import layercast
-from eval.speed.speed_grid import SpeedGrid, check_speed_grid, measure_speed_grid
+from eval.speed.speed_grid import check_speed_grid, measure_speed_grid
 from eval.tasks.tasks import answer_tasks, check_tasks
 from eval.writing.generation_sweep import check_generations, compare_generations
 from kernels.harness import roofline
@@ -128,7 +129,7 @@ class Asked:
         kept = self.run.folder.parent / ".answers"
         found = answer_tasks(self._exactly(models), tokenizer, self.tasks, seed=self.seed, cache_path=kept, **self._how)
         if self.exact:
-            found.settings["dtype"] = _EXACTLY
+            found.settings = replace(found.settings, dtype=_EXACTLY)
         found.save(self.run.folder)
         return found
 
@@ -138,7 +139,7 @@ class Asked:
             return Unasked("temperatures")
         found = compare_generations(self._exactly(models), tokenizer, **self._writing)
         if self.exact:
-            found.settings["dtype"] = dict.fromkeys(models, _EXACTLY)
+            found.settings = replace(found.settings, dtype=dict.fromkeys(models, _EXACTLY))
         found.save(self.run.folder)
         return found
 

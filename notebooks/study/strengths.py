@@ -165,7 +165,7 @@ def score_strengths(
 
 def _taken(result: Result) -> dict[str, Any]:
     """The number of weights that are 0 or removed, and the dropped parts."""
-    zeros = sum(layer.sparsity * layer.shape[0] * layer.shape[1] for layer in result.layers)
+    zeros = sum((layer.sparsity or 0.0) * layer.weights for layer in result.layers)
     return {
         "removed_parameters": round(zeros) + sum(drop.parameters for drop in result.drops),
         "dropped": [drop.name for drop in sorted(result.drops, key=lambda drop: drop.order or 0) if drop.order],

@@ -6,8 +6,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from eval.record.compression import LayerRecord
 from eval.record.reading import row
-from eval.record.rows import LayerRow, RunRecord, typed
+from eval.record.rows import RunRecord, typed
 from eval.record.schema import read_record
 
 # Parts of a record that only the page of its own run shows: most of a record's bytes. The layers are read again for
@@ -56,12 +57,12 @@ class RunOutcome:
         return cls(key, record["run"]["notebook"], status, record=typed(light), **own, **more)
 
     @property
-    def layers(self) -> tuple[LayerRow, ...]:
+    def layers(self) -> tuple[LayerRecord, ...]:
         """The layers of the record; () if its file cannot be read any more."""
         if self.source is None:
             return self.measured.layers
         try:
-            return row(tuple[LayerRow, ...], read_record(self.source)["layers"])
+            return row(tuple[LayerRecord, ...], read_record(self.source)["layers"])
         except ValueError:
             return ()
 

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from eval.record.rows import Allocation, LayerRow, RunRecord, typed
+from eval.record.compression import AllocationRecord, LayerRecord
+from eval.record.rows import RunRecord, typed
 from reports.parts import plots
 from reports.parts.figures import Figures
 from reports.parts.plots import ACCENT, Line
@@ -34,7 +35,7 @@ def context(run: RunRecord) -> dict[str, Any]:
     return {"said": _said(run.layers, made), "bits": _bits(run.layers), "curve": _curve(made)}
 
 
-def _said(layers: Sequence[LayerRow], made: Allocation) -> list[str]:
+def _said(layers: Sequence[LayerRecord], made: AllocationRecord) -> list[str]:
     counts = Counter(layer.choice for layer in layers if layer.choice)
     shares = ", ".join(f"{count} by {clean(choice, 80)}" for choice, count in counts.most_common())
     beside, size = made.beside_bytes or 0.0, made.chosen[0] if made.chosen else float("nan")
@@ -45,7 +46,7 @@ def _said(layers: Sequence[LayerRow], made: Allocation) -> list[str]:
     ]
 
 
-def _bits(layers: Sequence[LayerRow]) -> str:
+def _bits(layers: Sequence[LayerRecord]) -> str:
     panels = {
         kind: [Line("bits", ACCENT, [(block, layer.bits_per_weight) for block, layer in of])]
         for kind, of in plots.by_kind(layers).items()
@@ -54,7 +55,7 @@ def _bits(layers: Sequence[LayerRow]) -> str:
     return plots.by_depth(panels, key="bits", label="bits per weight", summary=summary, log=False)
 
 
-def _curve(made: Allocation) -> str:
+def _curve(made: AllocationRecord) -> str:
     """Only measured or estimated losses: a rule that orders blocks predicts none."""
     points = [(point[0] / 1e6, point[1]) for point in (*made.curve, made.chosen) if len(point) == 2]
     if made.loss not in _LOSSES or len(points) < 3:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from eval.record.measured import Flip, GenerationRow, Paired, Sample, Settings, TaskRow
+from eval.record.measured import Flip, GenerationRow, Paired, Sample, TaskRow, TaskSettings
 from eval.record.metrics import described, fmt, with_error
 from eval.record.noise import counts
 from eval.record.rows import RunRecord
@@ -193,11 +193,11 @@ def _short(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit // 4].rstrip()} […] {text[-(limit * 3 // 4) :].lstrip()}"
 
 
-def _settings(settings: Settings) -> str:
+def _settings(settings: TaskSettings) -> str:
     words = (
         (settings.limit, "at most {} questions"), (settings.num_fewshot, "{} examples"),
-        (settings.batch_size, "batches of {}"), (settings.seed, "seed {}"), (settings.dtype, "{}"),
-        (settings.device, "on {}"), (settings.lm_eval or None, "lm-eval {}"),
+        (settings.batch_size, "batches of {}"), (settings.seed, "seed {}"), (settings.dtype or None, "{}"),
+        (settings.device or None, "on {}"), (settings.lm_eval or None, "lm-eval {}"),
         (settings.deterministic or None, "deterministic algorithms"),
     )  # fmt: skip
     return ", ".join(text.format(value) for value, text in words if value is not None)

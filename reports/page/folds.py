@@ -5,20 +5,20 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from eval.record.compression import FoldRecord
 from eval.record.metrics import fmt
 from eval.record.reading import row
-from eval.record.rows import Fold
 from reports.parts import plots
 from reports.parts.figures import Figures
 from reports.parts.plots import ACCENT, SECOND, Line, finite
 
 MAX_CHANNELS = 4  # links shown channel by channel
-_Kinds = dict[str, list[tuple[int, Fold]]]  # links of a kind with the numbers of their blocks
+_Kinds = dict[str, list[tuple[int, FoldRecord]]]  # links of a kind with the numbers of their blocks
 
 
 def figures(folds: Iterable[Any]) -> Figures:
     """The figures of these folds (`Result.folds`, or a record's), for a notebook."""
-    shown = context([row(Fold, fold) for fold in folds])
+    shown = context([row(FoldRecord, fold) for fold in folds])
     if not shown:
         return Figures("Nothing was moved from activations into weights.", {})
     titles = {"channels": "Channel by channel", "magnitudes": "By depth", "alphas": "Strength"}
@@ -26,7 +26,7 @@ def figures(folds: Iterable[Any]) -> Figures:
     return Figures(shown["said"], {title: shown[key] for key, title in titles.items()})
 
 
-def context(folds: Sequence[Fold]) -> dict[str, Any]:
+def context(folds: Sequence[FoldRecord]) -> dict[str, Any]:
     """The data for templates/folds.html from a record's `folds`; {} if there are none."""
     if not folds:
         return {}
@@ -45,12 +45,12 @@ def context(folds: Sequence[Fold]) -> dict[str, Any]:
     }
 
 
-def title(fold: Fold) -> str:
+def title(fold: FoldRecord) -> str:
     """The kind of a link: input_layernorm → q, k, v."""
     return f"{plots.place_of(fold.name, 0)[1]}\n→ {consumers(fold)}"
 
 
-def consumers(fold: Fold) -> str:
+def consumers(fold: FoldRecord) -> str:
     """Short names of the linears that read the producer."""
     short = dict.fromkeys(
         plots.place_of(name, 0)[1].rpartition(".")[2].removesuffix("_proj") for name in fold.consumers
@@ -58,15 +58,15 @@ def consumers(fold: Fold) -> str:
     return ", ".join(list(short)[:4]) + (", …" if len(short) > 4 else "")
 
 
-def _is_rotation(fold: Fold) -> bool:
+def _is_rotation(fold: FoldRecord) -> bool:
     return "rotation" in fold.kind or fold.kind == "online map"
 
 
-def _is_of_keys(fold: Fold) -> bool:
+def _is_of_keys(fold: FoldRecord) -> bool:
     return fold.kind == "keys"
 
 
-def _said_of_rotations(folds: Sequence[Fold]) -> str:
+def _said_of_rotations(folds: Sequence[FoldRecord]) -> str:
     """The number of rotated inputs, the change of their outliers, and why the stream was not rotated; "" for none."""
     rotations = [fold for fold in folds if _is_rotation(fold)]
     if not rotations:
@@ -91,7 +91,7 @@ def _said_of_rotations(folds: Sequence[Fold]) -> str:
     return text + "".join(f" Note: {reason}." for reason in reasons)
 
 
-def _outliers(folds: Sequence[Fold]) -> str:
+def _outliers(folds: Sequence[FoldRecord]) -> str:
     """The size of the largest input channels relative to the others, before and after."""
     before, after = (
         fmt(statistics.median(getattr(fold, f"x_{when}").outlier for fold in folds), ".1f")
@@ -100,7 +100,7 @@ def _outliers(folds: Sequence[Fold]) -> str:
     return f"Over them, the median of the largest input channel against the typical one goes from {before}× to {after}×"
 
 
-def _said_of_keys(folds: Sequence[Fold]) -> str:
+def _said_of_keys(folds: Sequence[FoldRecord]) -> str:
     """The number of blocks with scaled keys, and the change of their largest channels; "" for none."""
     keys = [fold for fold in folds if _is_of_keys(fold)]
     if not keys:
@@ -115,7 +115,7 @@ def _said_of_keys(folds: Sequence[Fold]) -> str:
     )
 
 
-def _said(folds: Sequence[Fold]) -> str:
+def _said(folds: Sequence[FoldRecord]) -> str:
     folds = [fold for fold in folds if not _is_rotation(fold) and not _is_of_keys(fold)]
     moved = [fold.alpha for fold in folds if fold.alpha is not None]
     if not folds:
@@ -130,7 +130,7 @@ def _said(folds: Sequence[Fold]) -> str:
     return f"{text}. Without rounding, no block's output moved by more than {fmt(moved_by, '.1e')} of itself."
 
 
-def _error_ratio(folds: Sequence[Fold], sentence: str) -> str:
+def _error_ratio(folds: Sequence[FoldRecord], sentence: str) -> str:
     """A sentence with the mean ratio of the errors after and before; "" if they were not measured."""
     measured = [
         (f.error_before, f.error_after) for f in folds if finite(f.error_before, f.error_after) and f.error_before > 0
@@ -140,7 +140,7 @@ def _error_ratio(folds: Sequence[Fold], sentence: str) -> str:
     return sentence.format(statistics.geometric_mean([max(after, 1e-30) / before for before, after in measured]))
 
 
-def _channels(folds: Sequence[Fold]) -> str:
+def _channels(folds: Sequence[FoldRecord]) -> str:
     """The links with the largest outliers, of those with magnitudes per channel: first one of each kind; in the model's
     order."""
     there = [i for i, fold in enumerate(folds) if fold.channels]

@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from eval.record.compression import Magnitudes
 from eval.record.metrics import fmt
-from eval.record.rows import Magnitudes
 from reports.parts import plots
 from reports.parts.plots import ACCENT, INK, MUTED, SECOND, Line
 from reports.parts.text import clean

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from eval.record.measured import Bench, Contest
+from eval.record.measured import Bench, ContestRow
 from eval.record.metrics import fmt, kind_of
 from eval.record.noise import counts, faster_by, speed_ends
 from eval.record.rows import RunRecord, typed
@@ -57,7 +57,7 @@ def figures(found: Mapping[str, Any]) -> Figures:
     return Figures(" ".join(shown["verdict"]), {title: shown[key] for key, title in titles.items()})
 
 
-def verdict(bench: Bench, timed: Sequence[Contest]) -> list[str]:
+def verdict(bench: Bench, timed: Sequence[ContestRow]) -> list[str]:
     """Plain sentences: the checks, the timings, the cases in which ours is faster, and those in which it is not."""
     red, count = bench.summary.red or 0, bench.summary.checks or 0
     said = ["No check was made, so nothing was timed." if not count else f"All {count} checks passed."]
@@ -109,7 +109,7 @@ class ShownContest(NamedTuple):
     strongest: str = ""
 
 
-def _row(row: Contest) -> ShownContest:
+def _row(row: ContestRow) -> ShownContest:
     head = (f"{row.op} {row.detail}".strip(), " × ".join(map(str, row.shape)) or "–", row.tokens or "–", row.status)
     if row.status != "timed":
         return ShownContest(*head)
@@ -130,7 +130,7 @@ def _row(row: Contest) -> ShownContest:
     )
 
 
-def _kind(row: Contest) -> str:
+def _kind(row: ContestRow) -> str:
     """good or bad where ours and the baseline differ beyond the quartiles of their rounds, else noise; "" for one."""
     if not row.speedup:
         return ""

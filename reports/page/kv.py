@@ -7,9 +7,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from eval.record.measured import Answers, Cache, CacheSpeed
+from eval.record.measured import CacheAnswers, CacheMeasurements
 from eval.record.metrics import fmt
 from eval.record.rows import RunRecord, typed
+from eval.record.speed import CacheSpeed
 from reports.page.verdict import timing_note
 from reports.parts.caches import FULL, MAIN, WHEN, CacheRow, cache_rows, speed_rows
 from reports.parts.figures import Figures
@@ -78,7 +79,7 @@ class _Labels(dict):
         return name
 
 
-def _shown(cache: Cache) -> list[str]:
+def _shown(cache: CacheMeasurements) -> list[str]:
     """Variants with their own figures: the main one and those that were timed with it."""
     return [name for name in cache.timed if name in cache.kept]
 
@@ -144,7 +145,7 @@ def _styles(names: Sequence[str], plain_ones: Sequence[str] = ()) -> dict[str, d
 
 
 @drawn
-def _pareto(cache: Cache, table: Sequence[CacheRow], visibilities: Sequence[str], labels: _Labels) -> str:
+def _pareto(cache: CacheMeasurements, table: Sequence[CacheRow], visibilities: Sequence[str], labels: _Labels) -> str:
     """Exact answers, KL and NLL against the share of bytes: a column per visibility."""
     rows = {row.name: row for row in table if row.share and finite(row.share)}
     curves = {text.replace("(budget={})", ""): points for text, points in cache.curves.items()}
@@ -207,7 +208,9 @@ def _points(
 
 
 @drawn
-def _by_token(answers: Sequence[Answers], labels: _Labels, visibilities: Sequence[str], names: Sequence[str]) -> str:
+def _by_token(
+    answers: Sequence[CacheAnswers], labels: _Labels, visibilities: Sequence[str], names: Sequence[str]
+) -> str:
     """KL against the position in the answer."""
     if not names or not visibilities:
         return ""
@@ -269,7 +272,7 @@ def _array(rows: Sequence[Sequence[float]]) -> np.ndarray | None:
     return np.asarray(rows, dtype=float) if rows and len({len(row) for row in rows}) == 1 and rows[0] else None
 
 
-def _survival(cache: Cache, labels: _Labels) -> str:
+def _survival(cache: CacheMeasurements, labels: _Labels) -> str:
     maps = {}
     for name in _shown(cache):
         shares = [_array(one.share) for one in cache.survival.get(name, ())]
@@ -282,7 +285,7 @@ def _survival(cache: Cache, labels: _Labels) -> str:
     return _maps(maps, "survival", bar, "Share of the needle that stays by layer and head.")
 
 
-def _budgets(cache: Cache, labels: _Labels) -> str:
+def _budgets(cache: CacheMeasurements, labels: _Labels) -> str:
     maps = {}
     for name in _shown(cache):
         length = max(cache.kept[name], default=None)
@@ -298,7 +301,7 @@ def _budgets(cache: Cache, labels: _Labels) -> str:
 
 
 @drawn
-def _errors(cache: Cache, labels: _Labels) -> str:
+def _errors(cache: CacheMeasurements, labels: _Labels) -> str:
     names = [name for name in _shown(cache) if cache.errors.get(name)]
     if not names:
         return ""
@@ -318,7 +321,7 @@ def _errors(cache: Cache, labels: _Labels) -> str:
 
 
 @drawn
-def _depth(cache: Cache) -> str:
+def _depth(cache: CacheMeasurements) -> str:
     """Exact answers of the main variant by the needle's depth and the context's length, question unknown; a panel per
     task."""
     depths = {(one.task, one.length): one.depths for one in cache.depths}

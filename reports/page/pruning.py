@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from eval.record.rows import Drop, LayerRow, RunRecord, Strengths, typed
+from eval.record.compression import DropRecord, LayerRecord
+from eval.record.rows import RunRecord, Strengths, typed
 from reports.parts import plots
 from reports.parts.figures import Figures
 from reports.parts.plots import ACCENT, SECOND, Line
@@ -43,18 +44,18 @@ def context(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def _pruned(layers: Sequence[LayerRow]) -> bool:
+def _pruned(layers: Sequence[LayerRecord]) -> bool:
     """Were weights set to 0 on purpose? A 3-bit grid also rounds some to 0, but is not a format of sparse weights."""
     return any(layer.distortion or layer.format in ("bitmap", "sparse24", "dense") for layer in layers)
 
 
-def _even(layers: Sequence[LayerRow]) -> bool:
+def _even(layers: Sequence[LayerRecord]) -> bool:
     """Has every linear lost the same share, so that there is nothing to draw?"""
     shares = [layer.sparsity or 0.0 for layer in layers]
     return max(shares) - min(shares) <= 0.01
 
 
-def _said_drops(drops: Sequence[Drop]) -> list[str]:
+def _said_drops(drops: Sequence[DropRecord]) -> list[str]:
     said = []
     for kind, name in _KINDS.items():
         own = [drop for drop in drops if drop.kind == kind]
@@ -68,7 +69,7 @@ def _said_drops(drops: Sequence[Drop]) -> list[str]:
     return said
 
 
-def _said_zeros(layers: Sequence[LayerRow], sparse: Sequence[LayerRow]) -> list[str]:
+def _said_zeros(layers: Sequence[LayerRecord], sparse: Sequence[LayerRecord]) -> list[str]:
     weights = sum(layer.weights for layer in layers)
     if not sparse or not weights:
         return []
@@ -82,7 +83,7 @@ def _said_zeros(layers: Sequence[LayerRow], sparse: Sequence[LayerRow]) -> list[
     ]
 
 
-def _said_speed(run: RunRecord, sparse: Sequence[LayerRow]) -> list[str]:
+def _said_speed(run: RunRecord, sparse: Sequence[LayerRecord]) -> list[str]:
     """A text on whether zeros save time, which does not follow from the number of unnecessary operations."""
     speeds = {"decodes": "decode_tokens_per_s", "reads prompts": "prefill_tokens_per_s"}
     ratios = {does: ratio for does, metric in speeds.items() if (ratio := run.ratio(metric)) is not None}
@@ -99,7 +100,7 @@ def _said_speed(run: RunRecord, sparse: Sequence[LayerRow]) -> list[str]:
     return [f"With these zeros it {measured} as fast as the dense baseline."]
 
 
-def _importance(drops: Sequence[Drop]) -> str:
+def _importance(drops: Sequence[DropRecord]) -> str:
     panels = {}
     for kind, name in _KINDS.items():
         own = [(d.block, d.importance, d.order) for d in drops if d.kind == kind and d.block is not None]
@@ -111,7 +112,7 @@ def _importance(drops: Sequence[Drop]) -> str:
     return plots.by_depth(panels, key="importance", label="1 − cosine", summary=summary)
 
 
-def _sparsity(layers: Sequence[LayerRow]) -> str:
+def _sparsity(layers: Sequence[LayerRecord]) -> str:
     lines = {
         kind: [Line("zeros", ACCENT, [(block, 100 * (layer.sparsity or 0)) for block, layer in of])]
         for kind, of in plots.by_kind(layers).items()
@@ -120,7 +121,7 @@ def _sparsity(layers: Sequence[LayerRow]) -> str:
     return plots.by_depth(lines, key="sparsity", label="zeros, %", summary=summary, log=False)
 
 
-def _distortion(layers: Sequence[LayerRow]) -> str:
+def _distortion(layers: Sequence[LayerRecord]) -> str:
     panels = {
         kind: [
             plots.Curve(

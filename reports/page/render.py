@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eval.record.compression import LayerRecord
 from eval.record.metrics import METRICS, MetricTable, fmt, metric_table, number, percent
-from eval.record.rows import LayerRow, RunRecord, typed
+from eval.record.rows import RunRecord, typed
 from reports.compare.decision import decisions, standing
 from reports.compare.outcome import RunOutcome
 from reports.compare.pareto import plane_models
@@ -257,7 +258,7 @@ class KindRow(NamedTuple):
         return self.error / self.rtn if self.rtn and self.error is not None else None
 
 
-def _kinds(layers: Sequence[LayerRow]) -> list[KindRow]:
+def _kinds(layers: Sequence[LayerRecord]) -> list[KindRow]:
     """The figure of layers as a table."""
 
     def mean(values: Iterable[float | None]) -> float | None:

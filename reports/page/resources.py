@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from eval.record.measured import Cost, CostRow, GridRow, Measure, SpeedGrid
 from eval.record.metrics import fmt, number
 from eval.record.rows import RunRecord
+from eval.record.speed import Cost, CostRow, GridRow, Measure, SpeedGrid
 from reports.page.verdict import timing_note
 from reports.parts.intervals import Panel, agreement, spread
 from reports.parts.text import listed

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.text import Text
 
-from eval.record.rows import SpeedRow
+from eval.record.speed import Speed
 from reports.parts.plots import ACCENT, INK, SECOND, drawn, finite, grid, svg, wrapped
 
 
 @drawn
-def speed_bars(speed: dict[str, SpeedRow]) -> str:
+def speed_bars(speed: dict[str, Speed]) -> str:
     """Decode speed of every variant, with quartiles, and a line at the speed if only reading its bytes once took
     time."""
     shown = {name: one for name, one in speed.items() if finite(one.decode_tokens_per_s)}

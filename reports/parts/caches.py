@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eval.record.measured import Cache, CacheSpeed, Interval
+from eval.record.measured import CacheMeasurements
 from eval.record.noise import counts, wilson
+from eval.record.speed import CacheSpeed, Interval
 
 FULL, MAIN = "full", "compressed"
 WHEN = {  # of a visibility, in words
@@ -78,7 +79,7 @@ class CacheSpeedRow:
         return self.name == MAIN
 
 
-def cache_rows(cache: Cache) -> list[CacheRow]:
+def cache_rows(cache: CacheMeasurements) -> list[CacheRow]:
     """A row per variant of a record's `cache`."""
     full = cache.cache_bytes.get(FULL, {})
     rows = []

@@ -3,13 +3,13 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
-from eval.record.measured import BenchCeilings, Contest
+from eval.record.measured import BenchCeilings, ContestRow
 from reports.parts.plots import ACCENT, MAX_PANELS, MUTED, SECOND, drawn, finite, grid, styled, svg
 from reports.parts.text import clean
 
 
 @drawn
-def roofline(rows: Sequence[Contest], ceilings: BenchCeilings) -> str:
+def roofline(rows: Sequence[ContestRow], ceilings: BenchCeilings) -> str:
     """Each timed row as a point: operations per byte against operations per second, under the measured ceilings."""
     rows = [row for row in rows if row.flops and row.least_bytes and row.seconds.get(row.ours) and finite(row.flops)]
     if not rows or not ceilings.bandwidth:
@@ -39,7 +39,7 @@ def roofline(rows: Sequence[Contest], ceilings: BenchCeilings) -> str:
 
 
 @drawn
-def speedups(rows: Sequence[Contest]) -> str:
+def speedups(rows: Sequence[ContestRow]) -> str:
     """Speed-up over the baseline against tokens: a panel per op and shape, a line per format; nothing where the number
     of tokens does not vary."""
     panels: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatterMathtext, LogLocator, MaxNLocator, NullFormatter
 
-from eval.record.rows import Channels, LayerRow
+from eval.record.compression import Channels, LayerRecord
 from reports.parts.text import clean
 
 # Colours that matplotlib writes into the SVG and that the page replaces by its own variables.
@@ -129,7 +129,7 @@ class Line(NamedTuple):
     dot: float = 2.5
 
 
-def layer_errors(layers: Sequence[LayerRow], method: str) -> str:
+def layer_errors(layers: Sequence[LayerRecord], method: str) -> str:
     """Error of each linear's output against depth: one panel per kind of linear, the method against
     round-to-nearest."""
     panels = {
@@ -287,9 +287,9 @@ def place_of(name: str, position: int) -> tuple[int, str]:
     return int(match.group(1)), re.sub(r"\.\d+(?=\.|$)", ".*", name[match.end() :])
 
 
-def by_kind(layers: Iterable[LayerRow]) -> dict[str, list[tuple[int, LayerRow]]]:
+def by_kind(layers: Iterable[LayerRecord]) -> dict[str, list[tuple[int, LayerRecord]]]:
     """The linears of each kind, with the numbers of their blocks."""
-    kinds: dict[str, list[tuple[int, LayerRow]]] = defaultdict(list)
+    kinds: dict[str, list[tuple[int, LayerRecord]]] = defaultdict(list)
     for i, layer in enumerate(layers):
         block, kind = place_of(layer.name, i)
         kinds[kind].append((block, layer))

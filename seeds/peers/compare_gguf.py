@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from compress import apply, load_model, save_compressed
 from compress.checkpoint.save import write_checkpoint
-from compress.checkpoint.save_format import Checkpoint, Story
+from compress.checkpoint.save_format import Checkpoint, CheckpointInfo
 from compress.inputs.calibration import calibration
 from compress.recipe import parse_recipe
 from eval.machine.hardware import hardware
@@ -63,8 +63,8 @@ def source_file(folder: Path, model_name: str) -> Path:
     target = folder / "source"
     if not target.is_dir():
         model, tokenizer = load_model(model_name)
-        story = Story(recipe=[], model={"name": model_name}, calibration=None)
-        write_checkpoint(Checkpoint(cast(model, torch.bfloat16), tokenizer, story), target, "gguf")
+        info = CheckpointInfo(recipe=[], model={"name": model_name}, calibration=None)
+        write_checkpoint(Checkpoint(cast(model, torch.bfloat16), tokenizer, info), target, "gguf")
     return work.checkpoint_file(target)
 
 

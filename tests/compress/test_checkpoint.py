@@ -16,7 +16,7 @@ from compress.checkpoint import shards
 from compress.checkpoint.checksums import write_checksums
 from compress.checkpoint.load import FORMAT_VERSION
 from compress.checkpoint.save import export_checkpoint
-from compress.checkpoint.save_format import Story
+from compress.checkpoint.save_format import CheckpointInfo
 from compress.dropped import dropped_parts
 from compress.kv import CompressedCache
 from compress.kv.attach import attached_methods
@@ -128,7 +128,7 @@ def test_checkpoints_of_every_version_load(version, tmp_path):
     assert (stream_of(model) is not None) == (version == 4)
     logits = model(torch.tensor([expected["ids"]]), use_cache=False).logits[0, -1]
     torch.testing.assert_close(logits, torch.tensor(expected["logits"]), atol=2e-4, rtol=1e-4)
-    assert Story.read(folder).recipe[0]["method"] == "layer_drop"
+    assert CheckpointInfo.read(folder).recipe[0]["method"] == "layer_drop"
     copied = export_checkpoint(folder, tmp_path / "now", "workbench")
     assert json.loads((copied / "workbench.json").read_text())["format_version"] == max(version, 2)
 

@@ -9,7 +9,7 @@ from compress import METHODS, apply, load_compressed, save_compressed
 from compress.checkpoint import save
 from compress.checkpoint.fits import check_save_format, linears_to_be
 from compress.checkpoint.save import export_checkpoint
-from compress.checkpoint.save_format import Story
+from compress.checkpoint.save_format import CheckpointInfo
 from compress.checkpoint.workbench import Workbench
 from compress.linear import compressed_linears
 from compress.method import settle
@@ -88,6 +88,6 @@ def test_an_exported_checkpoint_is_the_same_model_with_the_same_story(tiny, toke
     target = export_checkpoint(source, tmp_path / "two", "workbench")
     ids = tokens(1)[0]
     assert torch.equal(load_compressed(target)(ids).logits, result.model(ids).logits)
-    assert Story.read(target) == Story.read(source)
+    assert CheckpointInfo.read(target) == CheckpointInfo.read(source)
     with pytest.raises(ValueError, match="does not say how the model was made"):
-        Story.read(tmp_path)
+        CheckpointInfo.read(tmp_path)

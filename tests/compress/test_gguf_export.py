@@ -17,7 +17,7 @@ from compress.checkpoint.gguf import GGUF
 from compress.checkpoint.gguf import models as gguf_models
 from compress.checkpoint.gguf.tokenizer import from_transformers
 from compress.checkpoint.gguf.types import IQ4_NL_VALUES, Grid, encode, encode_floats, grid_of
-from compress.checkpoint.save_format import Checkpoint, Story
+from compress.checkpoint.save_format import Checkpoint, CheckpointInfo
 from compress.formats import CodebookGroup, Dense, EightBit, Format, IntGroup
 from compress.formats.masked import masked
 from kernels.w8a8_matmul import quantize_weight
@@ -205,7 +205,7 @@ def test_a_file_of_mxfp4_names_its_type(tiny, tokens, tmp_path):
 
 
 def saved(result: Result, folder: Path, tokenizer: PreTrainedTokenizerFast | None = None):
-    checkpoint = Checkpoint(result.model, tokenizer, Story.of(result))
+    checkpoint = Checkpoint(result.model, tokenizer, CheckpointInfo.of(result))
     GGUF().write(checkpoint, folder)
     return GGUF().verify(checkpoint, folder)
 
@@ -220,7 +220,7 @@ def test_scaled_rotary_frequencies_are_a_tensor(tiny):
 
 def test_verification_sees_a_flipped_byte_and_rows_in_the_wrong_order(tiny, tmp_path, monkeypatch):
     result = apply([METHODS["rtn"](bits=4, group_size=32)], tiny("llama"), [])
-    checkpoint = Checkpoint(result.model, None, Story.of(result))
+    checkpoint = Checkpoint(result.model, None, CheckpointInfo.of(result))
     GGUF().write(checkpoint, tmp_path)
     (file,) = tmp_path.glob("*.gguf")
     content = bytearray(file.read_bytes())

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from transformers import Cache, DynamicCache, StaticCache
 
 from compress import METHODS, apply
-from compress.kv import Abreast, CompressedCache, attach, attached, attachment_of, detach, left_alone
+from compress.kv import CacheBatch, CompressedCache, attach, attached, attachment_of, detach, left_alone
 from compress.kv.attention import attend
 from compress.kv.eviction.knorm import KNorm
 from compress.kv.policy import ALLOCATIONS, Policy
@@ -391,7 +391,7 @@ def test_a_recipe_attaches(tiny, padded):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2"])
-def test_caches_abreast_are_asked_as_each_alone(tiny, tokens, architecture):
+def test_batched_caches_are_asked_as_each_alone(tiny, tokens, architecture):
     """Of any policy, storage and reading; in several passes, one token at a time and several."""
     model, (ids, more) = tiny(architecture).double(), (one[:1] for one in tokens(2, 40))
     recipes = [
@@ -413,21 +413,21 @@ def test_caches_abreast_are_asked_as_each_alone(tiny, tokens, architecture):
 
     with attached(model):
         alone, together = compressed(), compressed()
-        abreast = Abreast(together)
+        batched = CacheBatch(together)
         for begin, end in ((0, 5), (5, 6), (6, 26), (26, 27)):
             piece = more[:, begin:end]
-            rows = model(piece.expand(len(recipes), -1), past_key_values=abreast).logits
+            rows = model(piece.expand(len(recipes), -1), past_key_values=batched).logits
             for cache, row in zip(alone, rows, strict=True):
                 assert_close(row[None], model(piece, past_key_values=cache).logits, rtol=1e-9, atol=1e-9)
-            assert abreast.get_seq_length() == 40 + end
+            assert batched.get_seq_length() == 40 + end
         for a, b in zip(alone, together, strict=True):
             for one, other in zip(a.own, b.own, strict=True):
                 assert torch.equal(one.lengths, other.lengths)
         together[1].paused = False
         with pytest.raises(ValueError, match="paused"):
-            Abreast(together)
+            CacheBatch(together)
         with pytest.raises(ValueError, match="seen"):
-            Abreast([alone[0], compressed()[0]])
+            CacheBatch([alone[0], compressed()[0]])
 
 
 @torch.no_grad()

@@ -10,14 +10,14 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from compress import METHODS, apply
-from compress.kv import Abreast, attach, attached, attachment_of
+from compress.kv import CacheBatch, attach, attached, attachment_of
 from compress.kv.attach import check_attach
 from compress.kv.identity import small_copy
 from compress.kv.learned import locret
 from compress.kv.learned.locret import channels
 from compress.kv.rotation import turn_of
-from compress.kv.static import decoder as timed_decoder
 from compress.kv.support import attentions_of, keeping_layers, key_shape, key_shapes
+from compress.kv.timed import check_timed_model
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": None}  # fmt: skip
@@ -97,7 +97,7 @@ def test_layers_that_share_keys(kind, prompts):
         for one in (pair := [cache.compressed(METHODS["h2o"](budget=20)) for _ in "ab"]):
             one.paused = True
         alone = model(ids[:, 30:], past_key_values=copy.deepcopy(pair[0])).logits
-        both = model(ids[:, 30:].expand(2, -1), past_key_values=Abreast(pair)).logits
+        both = model(ids[:, 30:].expand(2, -1), past_key_values=CacheBatch(pair)).logits
         assert_close(both, alone.expand(2, -1, -1), **NEAR)
         assert not torch.allclose(alone[:, -1:], told, atol=0.01)  # something was evicted
         assert pair[0].get_seq_length() == 40 and [layer.length for layer in pair[0].own] == [30, 30]
@@ -214,13 +214,13 @@ def test_caches_of_other_models_and_of_interrupted_passes_are_refused(tiny, toke
 
 
 def test_models_whose_caches_cannot_be_timed_are_refused(tokens):
-    """Compiled steps read layers of one width, or with a window; methods of learned parts know each layer's width."""
+    """Timed steps read layers of one width, or with a window; methods of learned parts know each layer's width."""
     for kind, reason in (
         ("gemma4_text", "layers that share keys, or that differ in their widths"),
         ("lfm2", r"layers \(conv\)"),
     ):
         with pytest.raises(ValueError, match=reason):
-            timed_decoder(decoder(kind))
+            check_timed_model(decoder(kind))
     assert key_shapes(decoder("gemma4_text")) == {1: (2, 32), 3: (2, 32)}
     assert channels(decoder("gemma4_text")) == (4 + 2 * 2) * 32
 

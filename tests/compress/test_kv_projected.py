@@ -16,8 +16,8 @@ from compress.inputs.calibration import calibration
 from compress.kv import attach, attached, attachment_of
 from compress.kv.precision import Precision, Projection
 from compress.kv.projecting.matryoshka import components, rank_of
-from compress.kv.static import MadeUpCache, decoder
 from compress.kv.storage import slabs_of
+from compress.kv.timed import FilledCache
 from kernels.kv_decode import dequantize_kv, quantize_kv
 from kernels.registry import recording
 
@@ -183,19 +183,15 @@ def test_an_observing_cache_is_projected_as_if_it_had_always_been(found, padded)
 
 
 @pytest.mark.parametrize("reading", [METHODS["quest"](page=4, full_layers=0, budget=0.3), None], ids=str)
-def test_a_cache_of_fixed_tensors_projects_too(found, reading):
+def test_a_made_up_cache_projects_too(found, reading):
     """Its step is timed with fewer channels."""
     model, half = found("llama", 0.5, 0.25)
-    cache = MadeUpCache(decoder(model), 100, None, None, reading, half, room=8).at(60)
-    slab, q = cache.layer_slabs()[0], torch.randn(1, 4, 1, 16)
-    assert slab.kv.k.shape[-1] == 8 and slab.kv.v.shape[-1] == 4
-    y = slab.attend(q)
-    assert y.shape == q.shape
-    if reading is None:
-        own = components(half.path)[0]
-        k, v = slab.kv.k[:, :, 40:100] @ own.keys[..., :8].mT, slab.kv.v[:, :, 40:100] @ own.values[..., :4].mT
-        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        assert_close(y, expected, **NEAR)
+    with attached(model):
+        cache = FilledCache(model, 100, None, None, reading, half).at(60)
+        (slab,) = cache.filled[0].slabs
+        assert slab.k.view.shape[2:] == (60, 8) and slab.v.view.shape[-1] == 4
+        logits = model(torch.tensor([[1]]), past_key_values=cache).logits
+    assert logits.isfinite().all() and cache.filled[0].slabs[0].length == 61
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ from torch.testing import assert_close
 from compress import METHODS, apply
 from compress.kv import attach, attached, detach
 from compress.kv.eviction.knorm import KNorm
-from compress.kv.reading.method import Glance
+from compress.kv.reading.method import LayerQuery
 from compress.kv.reading.quest import bounds
 from compress.kv.reading.reader import choose, masked
-from compress.kv.static import MadeUpCache, decoder, static
 from compress.kv.storage import Slab, joined
+from compress.kv.timed import FilledCache
 from compress.method import settle
 from kernels.kv_decode import kv_decode, list_of
 from kernels.registry import recording
@@ -232,8 +232,6 @@ def test_impossible_combinations_of_readings_are_refused(tiny):
         detach(model)
     with pytest.raises(ValueError, match=r"`budget` \(=0\) of quest"):
         METHODS["quest"](budget=0)
-    with attached(model, [METHODS["quest"]()]) as attachment, pytest.raises(ValueError, match="reads sparsely"):
-        static(attachment.cache(), 4)
 
 
 def test_a_recipe_attaches_a_reading(tiny, padded):
@@ -248,7 +246,7 @@ def test_a_recipe_attaches_a_reading(tiny, padded):
 @pytest.mark.parametrize("name", [name for name in READINGS if not METHODS[name].joins])
 def test_made_up_caches_read_as_many_positions_as_they_should(tiny, monkeypatch, name):
     """And the lists hold distinct positions of the row."""
-    model, read_positions = decoder(tiny("llama").bfloat16()), []
+    model, read_positions = tiny("llama").bfloat16(), []
 
     def spy(q, cache, lengths, *, starts=None, indices=None, **more):
         if indices is not None:
@@ -262,13 +260,14 @@ def test_made_up_caches_read_as_many_positions_as_they_should(tiny, monkeypatch,
         chosen = ranked.listed()
         return spy(q, cache, chosen.lengths, indices=chosen.indices, **more)
 
-    monkeypatch.setattr("compress.kv.reading.fixed.kv_decode", spy)
-    monkeypatch.setattr("compress.kv.reading.fixed.kv_decode_ranked", listing)
-    cache = MadeUpCache(model, 120, None, None, READINGS[name](budget=0.25), room=8)
+    monkeypatch.setattr("compress.kv.storage.kv_decode", spy)
+    monkeypatch.setattr("compress.kv.storage.kv_decode_ranked", listing)
+    with attached(model):
+        cache = FilledCache(model, 120, None, None, READINGS[name](budget=0.25))
     for context in (120, 60):
         read_positions.clear()
-        cache.at(context)
-        model(torch.tensor([[1]]), past_key_values=cache, compressed=cache, position_ids=torch.tensor([[context]]))
+        with attached(model):
+            model(torch.tensor([[1]]), past_key_values=cache.at(context))
         layers = 2 if name == "quest" else 1
         assert len(read_positions) == 2 * layers and all(abs(n - context / 4) <= 5 for n in read_positions)
 
@@ -277,7 +276,7 @@ def test_quest_scores_are_shares_of_the_heads_that_share(tiny):
     torch.manual_seed(0)
     k = torch.randn(1, 2, 16, 8)
     slab, q = Slab(k, k, torch.zeros(1, 2), METHODS["kv_int"](bits=8).precision), torch.randn(1, 4, 2, 8)
-    scores = READINGS["quest"]().scores(Glance(slab, q, 0.3))
+    scores = READINGS["quest"]().scores(LayerQuery(slab, q, 0.3))
     assert scores.shape == (1, 2, 2, 4) and torch.allclose(scores.sum(-1), torch.ones(1, 2, 2))
     pages, each = joined([slab])[0][0].unflatten(1, (4, 4)), []
     for head in range(4):

@@ -13,9 +13,9 @@ from compress.kv.layer import KVLayer
 from compress.kv.reading.chunked import ChunkedSlab
 from compress.kv.reading.offload import OffloadedRows
 from compress.kv.reading.reader import Reader
-from compress.kv.static import MadeUpCache, decoder
 from compress.kv.storage import joined
 from compress.kv.tiers import tiers
+from compress.kv.timed import FilledCache
 from eval.contexts.haystack import Question, Sample
 from eval.contexts.long_context import score_long_context
 
@@ -207,7 +207,7 @@ def test_an_evaluation_says_what_lies_elsewhere(tiny, tokens):
             visibilities=["agnostic"],
         )
     far = 2 * 2 * (80 - 4 * 8) * 16 * 2
-    assert found.found()["elsewhere_bytes"] == {"full": {80: 0}, "chunks": {80: far}}
+    assert found.found().elsewhere_bytes == {"full": {80: 0}, "chunks": {80: far}}
     assert far < found.cache_bytes["chunks"][80] and found.kept["chunks"][80] == [[80, 80]] * 2
 
 
@@ -231,8 +231,8 @@ def test_refused_with_what_it_cannot_serve(tiny, tmp_path):
             SHADOW(**knobs)
     with pytest.raises(ValueError, match="`path` .='/nowhere'. of shadowkv must be a folder that exists"):
         apply([SHADOW(path="/nowhere")], model)
-    with pytest.raises(ValueError, match="in factors, which compiled steps do not read"):
-        MadeUpCache(decoder(tiny("llama")), 100, None, None, method)
+    with pytest.raises(ValueError, match="in factors, which timed steps do not read"):
+        FilledCache(tiny("llama"), 100, None, None, method)
     result = apply([METHODS["rtn"](bits=8, group_size=16), method], model)
     assert any("count the prompt's values, which lie in main memory" in note for note in result.notes)
     save_compressed(result, tmp_path / "saved")

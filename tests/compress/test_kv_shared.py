@@ -12,8 +12,8 @@ from compress.inputs.calibration import held_out
 from compress.kv import attach, attached, attachment_of
 from compress.kv.projecting import xkv as module
 from compress.kv.projecting.shared import SharedSlab, factors, ranks_of
-from compress.kv.static import MadeUpCache, decoder
 from compress.kv.storage import joined
+from compress.kv.timed import FilledCache
 from kernels.registry import recording
 
 XKV, KV_INT, SNAPKV, QUEST = (METHODS[name] for name in ("xkv", "kv_int", "snapkv", "quest"))
@@ -190,8 +190,8 @@ def test_refused_with_what_it_cannot_serve(tiny, tmp_path):
         apply([method, XKV(group=1)], model)
     with pytest.raises(ValueError, match="`key_share` .=0. of xkv must be above 0"):
         XKV(key_share=0.0)
-    with pytest.raises(ValueError, match="in factors, which compiled steps do not read"):
-        MadeUpCache(decoder(tiny("llama")), 100, None, None, None, method)
+    with pytest.raises(ValueError, match="in factors, which timed steps do not read"):
+        FilledCache(tiny("llama"), 100, None, None, None, method)
     result = apply([METHODS["rtn"](bits=8, group_size=16), method], model)
     save_compressed(result, tmp_path / "saved")
     assert attachment_of(load_compressed(tmp_path / "saved")).projecting == method

@@ -86,7 +86,7 @@ def test_smoothing_changes_no_output_and_says_what_it_moved(any_model, tokens):
             w = torch.stack(
                 [weight_of(result.model.get_submodule(name)).abs().amax(0) for name in record.consumers]
             ).amax(0)
-            assert record.w_after["max"] == pytest.approx(w.max().item(), rel=1e-4)
+            assert record.w_after.max == pytest.approx(w.max().item(), rel=1e-4)
         assert record.error_before > 0 and record.error_after > 0
     assert sum(r.channels is not None for r in result.folds) == min(4, len(result.folds))
 
@@ -102,8 +102,8 @@ def test_every_block_sees_what_the_model_gives(tiny, tokens):
         model(batch)
     records = {r.consumers[0]: r for r in apply([smoothquant()], tiny("llama", num_hidden_layers=3), batches).folds}
     for name, largest in seen.items():
-        assert records[name].x_before["max"] == pytest.approx(largest, rel=1e-4), name
-        assert records[name].x_after["max"] < largest
+        assert records[name].x_before.max == pytest.approx(largest, rel=1e-4), name
+        assert records[name].x_after.max < largest
 
 
 def test_outliers_break_int8_and_smoothing_repairs_it(tiny, tokens, with_outliers):

@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 from compress import METHODS, apply, load_compressed, load_model, save_compressed
 from compress.kv import attached, attachment_of
-from compress.kv.static import MadeUpCache, decoder, static
 from compress.kv.storage import joined
 from compress.kv.storing.zipvl import fewest
+from compress.kv.timed import FilledCache
 from kernels.kv_decode import dequantize_kv, quantize_kv
 from kernels.registry import recording
 from notebooks.study.caches import cache_recipes, check_caches
@@ -174,8 +174,8 @@ def test_an_observing_cache_is_divided_as_if_it_had_always_been(tiny, tokens):
         assert written.shape == (2, 86)
 
 
-def test_zipvl_composes_with_projections_only_and_is_saved(tiny, tokens, tmp_path):
-    model, zipvl, ids = tiny("llama"), ZIPVL(**SMALL), tokens(1, 60)[0]
+def test_zipvl_composes_with_projections_only_and_is_saved(tiny, tmp_path):
+    model, zipvl = tiny("llama"), ZIPVL(**SMALL)
     for other in (METHODS["snapkv"](), METHODS["quest"]()):
         for recipe in ([other, zipvl], [zipvl, other]):
             with pytest.raises(ValueError, match="stores positions apart.*leave one out"):
@@ -190,10 +190,8 @@ def test_zipvl_composes_with_projections_only_and_is_saved(tiny, tokens, tmp_pat
     save_compressed(apply([METHODS["rtn"](bits=8, group_size=16), zipvl], model), tmp_path / "saved")
     loaded = load_compressed(tmp_path / "saved")
     assert attachment_of(loaded).storage == zipvl
-    cache = loaded(ids, use_cache=True).past_key_values
-    for refuse in (lambda: static(cache, 8), lambda: MadeUpCache(decoder(tiny("llama")), 64, None, zipvl)):
-        with pytest.raises(ValueError, match="two precisions"):
-            refuse()
+    with pytest.raises(ValueError, match="two precisions"):
+        FilledCache(tiny("llama"), 64, None, zipvl)
 
 
 def test_important_tokens_in_more_bits_lose_less():

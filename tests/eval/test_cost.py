@@ -12,8 +12,9 @@ from transformers import AutoConfig
 from compress import METHODS, apply
 from compress.walk.experts import split_experts
 from eval.machine.size import size
+from eval.record.reading import plain, row
+from eval.record.speed import Cost, CostCeilings, GridRow, Speed, TimingSettings
 from eval.speed.cost import cost_model, predict, speed_rows
-from eval.speed.speed import Speed
 from eval.speed.work import Experts, Work, cache_bytes_per_token, work
 from kernels.harness.roofline import Ceilings
 from kernels.support.deploy import deployed
@@ -157,30 +158,23 @@ def test_predictions_meet_measurements(tiny):
         "bfloat16",
         "compiled",
         {},
-        {"prompt_tokens": 16, "new_tokens": 8, "rounds": 1, "batch": 1, "groups": 1},
+        TimingSettings(prompt_tokens=16, new_tokens=8, rounds=1, batch=1, groups=1),
     )
-    grid = {
-        "model": "small",
-        "batch": 4,
-        "prompt_tokens": 8,
-        "new_tokens": 3,
-        "decode_tokens_per_s": 80.0,
-        "execution": "eager",
-    }
+    grid = GridRow("small", batch=4, prompt_tokens=8, new_tokens=3, decode_tokens_per_s=80.0, execution="eager")
     standard = speed_rows({"baseline": measured, "float32": measured})
     cost = cost_model(models, [*standard, grid], CEILINGS, contexts=(64,), batches=(1, 2), how="given")
-    assert cost.ceilings == {"read_bytes_per_s": 1000.0, "flops_per_s": 4000.0, "how": "given"}
-    shown = [(row["model"], row["batch"], row["context"], row["measured_s"], row["execution"]) for row in cost.rows]
+    assert cost.ceilings == CostCeilings(1000.0, 4000.0, "given")
+    shown = [(row.model, row.batch, row.context, row.measured_s, row.execution) for row in cost.rows]
     assert shown[:2] == [("baseline", 1, 20, 1 / 50, "compiled"), ("small", 4, 10, 4 / 80, "eager")]
     assert [row[:3] for row in shown[2:]] == [(m, b, 64) for m in models for b in (1, 2)]
     assert all(row[3] is None for row in shown[2:]) and "float32" not in cost.metrics
     half = predict(deployed(models["baseline"]), context=20, batch=1, ceilings=CEILINGS)
-    assert cost.rows[0]["predicted_s"] == half.predicted_s and cost.rows[0]["weight_bytes"] == half.weight_bytes
+    assert cost.rows[0].predicted_s == half.predicted_s and cost.rows[0].weight_bytes == half.weight_bytes
     assert cost.metrics["baseline"] == {
         "predicted_decode_tokens_per_s": pytest.approx(1 / half.predicted_s),
         "share_of_predicted_speed": pytest.approx(half.predicted_s * 50),
     }
-    assert json.loads(json.dumps(cost.found())) == cost.found() and "<table>" in cost._repr_html_()
+    assert row(Cost, json.loads(json.dumps(plain(cost.found())))) == cost and "<table>" in cost._repr_html_()
     with pytest.raises(ValueError, match=r"`contexts` \(=\[0\]\)"):
         cost_model(models, [], CEILINGS, contexts=(0,))
 

@@ -11,8 +11,10 @@ import torch
 from eval.machine import energy
 from eval.machine.energy import NotMeasurable, Nvml, Rapl, energy_counter, gpu_use
 from eval.machine.size import size
+from eval.record.reading import plain, row
+from eval.record.speed import Measure
 from eval.speed import efficiency
-from eval.speed.efficiency import METRICS, Measure, Watch, check_efficiency, measure_efficiency
+from eval.speed.efficiency import METRICS, Watch, check_efficiency, measure_efficiency
 from eval.speed.work import work
 from kernels.harness.roofline import Ceilings
 from kernels.support.deploy import deployed
@@ -160,15 +162,15 @@ def test_six_metrics_of_every_model(tiny, timed, monkeypatch):
         "energy_j_per_token",
         "compression_rate",
     }
-    assert json.loads(json.dumps(found.found())) == found.found()
+    assert row(dict[str, dict[str, Measure]], json.loads(json.dumps(plain(found.found())))) == found.found()
 
 
 def test_unmeasurable_metrics_are_none_with_a_reason(tiny, tmp_path):
     found = measure_efficiency(
         {"baseline": tiny("llama")}, prompt_tokens=4, new_tokens=2, rounds=1, seconds=0.01, powercap=tmp_path
     )
-    one = found.found()["baseline"]["energy"]
-    assert one["value"] is None and one["note"].startswith("not measurable here: no RAPL counter")
+    one = found.models["baseline"]["energy"]
+    assert one.value is None and one.note.startswith("not measurable here: no RAPL counter")
     assert "energy_j_per_token" not in found.metrics["baseline"]
     assert "not measurable here" in found._repr_html_() and found.models["baseline"]["throughput"].value > 0
 

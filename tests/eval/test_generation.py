@@ -11,11 +11,14 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from compress import METHODS
 from compress.kv import attach, attached, detach
+from eval.record.measured import Generation, GenerationSettings
+from eval.record.reading import plain
+from eval.record.reading import row as row_of
 from eval.writing.generation import end_tokens, generate_samples, settings_aside, write
 from eval.writing.generation_sweep import (
     FILE,
     SWEEP_PROMPTS,
-    Generation,
+    GeneratedText,
     Generations,
     SharedChance,
     check_generations,
@@ -125,15 +128,13 @@ def test_cold_samples_are_greedy_and_the_same_model_never_differs(endless, token
     models = {"baseline": model, "twin": copy.deepcopy(model), "other": endless(seed=3)}
     made = compare_generations(models, tokenizer, PROMPTS, temperatures=[0.01, 1.5], new_tokens=8, seeds=3)
     assert tokens_of(made, "baseline", 0.01) == [t for t in tokens_of(made, "baseline", 0.0) for _ in range(3)]
-    rows = {(row["model"], row["temperature"]): row for row in made.rows()}
+    rows = {(row.model, row.temperature): row for row in made.rows()}
     assert list(rows) == [(m, t) for t in (0.0, 0.01, 1.5) for m in models]
     for t in (0.0, 0.01, 1.5):
-        assert (
-            rows["twin", t]["same_share"] == 1 and rows["twin", t]["first_difference"] == 8 == rows["twin", t]["length"]
-        )
-        assert rows["other", t]["same_share"] == 0 and rows["other", t]["first_difference"] < 4
-        assert rows["baseline", t]["same_share"] is None is rows["baseline", t]["first_difference"]
-        assert rows["twin", t]["n"] == (9 if t else 3)
+        assert rows["twin", t].same_share == 1 and rows["twin", t].first_difference == 8 == rows["twin", t].length
+        assert rows["other", t].same_share == 0 and rows["other", t].first_difference < 4
+        assert rows["baseline", t].same_share is None is rows["baseline", t].first_difference
+        assert rows["twin", t].n == (9 if t else 3)
 
 
 def test_how_samples_are_batched_changes_nothing(endless, tokenizer):
@@ -143,8 +144,8 @@ def test_how_samples_are_batched_changes_nothing(endless, tokenizer):
         for size in (None, 1, 2)
     ]
     assert made[0].written == made[1].written == made[2].written and len(made[0].written) == 2 * 3 * 4
-    assert [made[1].settings["batch_size"], made[2].settings["batch_size"]] == [1, 2]
-    assert made[0].rows()[0]["model"] == "baseline", "first, wherever it was given"
+    assert [made[1].settings.batch_size, made[2].settings.batch_size] == [1, 2]
+    assert made[0].rows()[0].model == "baseline", "first, wherever it was given"
 
 
 def test_settings_of_the_models_own_are_set_aside_and_told(endless, tokenizer):
@@ -168,11 +169,11 @@ def test_settings_of_the_models_own_are_set_aside_and_told(endless, tokenizer):
     made = compare_generations(
         {"baseline": plain, "willful": willful}, tokenizer, PROMPTS, temperatures=[1.0], new_tokens=6
     )
-    assert all(row["same_share"] == 1 for row in made.rows() if row["model"] == "willful")
+    assert all(row.same_share == 1 for row in made.rows() if row.model == "willful")
     (sample, *_) = generate_samples({"baseline": plain, "willful": willful}, tokenizer, PROMPTS, new_tokens=6)
     assert sample.first_difference == {"willful": None}
-    assert willful.generation_config is kept and settings_aside(plain) == {} == made.settings["aside"]["baseline"]
-    told = made.settings["aside"]["willful"]
+    assert willful.generation_config is kept and settings_aside(plain) == {} == made.settings.aside["baseline"]
+    told = made.settings.aside["willful"]
     assert {
         name: told[name] for name in ("repetition_penalty", "suppress_tokens", "min_new_tokens", "temperature")
     } == {name: own[name] for name in ("repetition_penalty", "suppress_tokens", "min_new_tokens", "temperature")}
@@ -190,7 +191,7 @@ def test_texts_end_where_the_baselines_end_tokens_say(endless, tokenizer):
     other = endless(seed=3)  # has no end token of its own
     models = {"baseline": model, "twin": copy.deepcopy(model), "other": other}
     made = compare_generations(models, tokenizer, PROMPTS, temperatures=[1.0], new_tokens=12, seeds=4)
-    assert made.settings["end_tokens"] == ends == end_tokens(model, tokenizer)
+    assert list(made.settings.end_tokens) == ends == end_tokens(model, tokenizer)
     before = [g.tokens for g in without.written]
     after = [g for g in made.written if g.model == "baseline"]
     for full, g in zip(before, after, strict=True):
@@ -210,7 +211,7 @@ def test_templates_of_chats_are_used(endless, tokenizer):
     tokenizer.chat_template = "w5 {{ messages[0]['content'] }} w6{% if add_generation_prompt %} w2{% endif %}"
     made = compare_generations({"baseline": model}, tokenizer, PROMPTS, new_tokens=4)
     assert tokens_of(made, "baseline", 0.0, PROMPTS[0]) == [by_hand(model, [5, 7, 8, 9, 6, 2], 4)]
-    assert made.settings["chat"] is True and made.settings["seeds"] == 3 and len(made.written) == 3
+    assert made.settings.chat is True and made.settings.seeds == 3 and len(made.written) == 3
 
 
 def test_compressed_caches_that_are_attached_are_what_is_measured(endless, tokenizer):
@@ -220,32 +221,35 @@ def test_compressed_caches_that_are_attached_are_what_is_measured(endless, token
     models = {"baseline": plain, "compressed": model}
     attach(model, [METHODS["knorm"](budget=1.0)])
     whole = compare_generations(models, tokenizer, long, temperatures=[1.0], new_tokens=6, seeds=2)
-    assert all(row["same_share"] == 1 for row in whole.rows() if row["model"] == "compressed")
+    assert all(row.same_share == 1 for row in whole.rows() if row.model == "compressed")
     detach(model)
     with attached(model, [METHODS["knorm"](budget=2)]):
         made = compare_generations(models, tokenizer, long, temperatures=[1.0], new_tokens=6, seeds=2)
         ids = tokenizer(long[0], return_tensors="pt").input_ids
         alone = model.generate(ids, max_new_tokens=6, do_sample=False, cache_implementation=None)[0, 40:].tolist()
     assert tokens_of(made, "compressed", 0.0, long[0]) == [alone]
-    assert all(row["same_share"] < 1 for row in made.rows() if row["model"] == "compressed")
+    assert all(row.same_share < 1 for row in made.rows() if row.model == "compressed")
     assert [g for g in made.written if g.model == "baseline"] == [g for g in whole.written if g.model == "baseline"]
 
 
 @pytest.fixture
 def written():
     """Two prompts, two seeds, one of which is cut; by hand."""
-    settings = {"new_tokens": 8, "temperatures": [0.5], "dtype": {"baseline": "float32", "<b>": "bfloat16"}}
+    dtypes = {"baseline": "float32", "<b>": "bfloat16"}
+    settings = GenerationSettings(8, prompts=2, seeds=2, temperatures=(0.5,), dtype=dtypes)
     made = Generations(settings)
     base = {"p": [[1, 2, 3, 4, 1, 2, 3, 4], [1, 2, 3]], "q": [[5, 6, 7, 8, 9, 10], [5] * 7]}
     other = {"p": [(0, [9, 9, 9, 9, 9, 9]), (None, [1, 2, 3])], "q": [(4, [5, 6, 7, 8]), (7, [5] * 8)]}
     for prompt in "pq":
         for seed, tokens in enumerate(base[prompt]):
             made.written.append(
-                Generation("baseline", prompt, 0.5, seed, tokens, len(tokens) < 8, "<script>", None, repetition(tokens))
+                GeneratedText(
+                    "baseline", prompt, 0.5, seed, tokens, len(tokens) < 8, "<script>", None, repetition(tokens)
+                )
             )
         for seed, (at, tokens) in enumerate(other[prompt]):
             made.written.append(
-                Generation("<b>", prompt, 0.5, seed, tokens, len(tokens) < 8, "a\u2028b\nc", at, repetition(tokens))
+                GeneratedText("<b>", prompt, 0.5, seed, tokens, len(tokens) < 8, "a\u2028b\nc", at, repetition(tokens))
             )
     return made
 
@@ -256,17 +260,17 @@ def test_repetition_is_the_share_of_runs_of_four_seen_before():
 
 
 def test_means_and_their_standard_errors_by_hand(written):
-    rows = {(r["model"], r["temperature"]): r for r in written.rows()}
+    rows = {(r.model, r.temperature): r for r in written.rows()}
     other, base = rows["<b>", 0.5], rows["baseline", 0.5]
-    assert other["n"] == 4 and other["first_difference"] == pytest.approx((0 + 3 + 4 + 7) / 4)
-    assert other["first_difference_stderr"] == pytest.approx(math.sqrt(((3 - 7) ** 2 + (11 - 7) ** 2) * 2) / 4), (
+    assert other.n == 4 and other.first_difference == pytest.approx((0 + 3 + 4 + 7) / 4)
+    assert other.first_difference_stderr == pytest.approx(math.sqrt(((3 - 7) ** 2 + (11 - 7) ** 2) * 2) / 4), (
         "by prompts"
     )
-    assert other["same_share"] == 0.25 and other["length"] == (6 + 3 + 4 + 8) / 4 and other["ended_share"] == 0.75
-    assert base["repetition"] == pytest.approx((1 / 5 + 0 + 3 / 4) / 3), "three tokens have no run of four"
-    assert base["ended_share"] == 0.75 and base["first_difference"] is None is base["first_difference_stderr"]
+    assert other.same_share == 0.25 and other.length == (6 + 3 + 4 + 8) / 4 and other.ended_share == 0.75
+    assert base.repetition == pytest.approx((1 / 5 + 0 + 3 / 4) / 3), "three tokens have no run of four"
+    assert base.ended_share == 0.75 and base.first_difference is None is base.first_difference_stderr
     greedy = rows["baseline", 0.0]
-    assert greedy["n"] == 0 and greedy["length"] is None, "nothing was written greedily here"
+    assert greedy.n == 0 and greedy.length is None, "nothing was written greedily here"
     assert (
         written.metrics["<b>"]["first_difference_tokens_t0.5"] == 3.5
         and "length_tokens_t0.5_stderr" in written.metrics["<b>"]
@@ -275,35 +279,33 @@ def test_means_and_their_standard_errors_by_hand(written):
         f"{m}_t0.5{end}" for m in ("length_tokens", "repetition_share", "ended_share") for end in ("", "_stderr")
     }
     written.written = [g for g in written.written if g.prompt == "p"]
-    assert written.rows()[3]["length_stderr"] is None, "one prompt has no spread"
+    assert written.rows()[3].length_stderr is None, "one prompt has no spread"
 
 
 def test_texts_in_the_record_and_in_its_file(written, tmp_path):
-    found = written.found()
-    assert json.loads(json.dumps(found, allow_nan=False)) == found and found["file"] is None, (
-        "no link to what is not there"
-    )
+    found = json.loads(json.dumps(plain(written.found()), allow_nan=False))
+    assert row_of(Generation, found) == written.found() and found["file"] == "", "no link to what is not there"
     assert [(s["prompt"], s["seed"]) for s in found["samples"]] == [("p", 0), ("q", 0), ("p", 1), ("q", 1)]
     assert found["samples"][0]["texts"] == {"baseline": "<script>", "<b>": "a\u2028b\nc"}
     assert found["samples"][0]["first_difference"] == {"<b>": 0} and found["samples"][2]["first_difference"] == {
         "<b>": None
     }
     path = written.save(tmp_path)
-    assert path == tmp_path / FILE and written.found()["file"] == FILE
+    assert path == tmp_path / FILE and written.found().file == FILE
     lines = path.read_text().splitlines()
-    assert [Generation(**json.loads(line)) for line in lines] == written.written
+    assert [GeneratedText(**json.loads(line)) for line in lines] == written.written
     written.written *= 10
     for i, one in enumerate(written.written):
-        written.written[i] = Generation(**{**vars(one), "prompt": f"{one.prompt}{i // 8}"})
-    assert len(written.found()["samples"]) == 12
+        written.written[i] = GeneratedText(**{**vars(one), "prompt": f"{one.prompt}{i // 8}"})
+    assert len(written.found().samples) == 12
     assert "<b>" not in written._repr_html_() and "&lt;b&gt;" in written._repr_html_()
 
 
 def test_dtypes_are_each_models_own(endless, tokenizer):
     models = {"baseline": endless(), "half": endless().bfloat16()}
     made = compare_generations(models, tokenizer, PROMPTS[:1], new_tokens=2)
-    assert made.settings["dtype"] == {"baseline": "float32", "half": "bfloat16"} and made.settings["prompts"] == 1
-    assert made.settings["device"] == {"baseline": "cpu", "half": "cpu"} and made.settings["temperatures"] == []
+    assert made.settings.dtype == {"baseline": "float32", "half": "bfloat16"} and made.settings.prompts == 1
+    assert made.settings.device == {"baseline": "cpu", "half": "cpu"} and made.settings.temperatures == ()
 
 
 @pytest.mark.parametrize(
@@ -361,7 +363,7 @@ def test_coarser_weights_part_earlier_on_the_real_model(real):
     model, tokenizer = real
     made = {"baseline": model, "eight": rounded(copy.deepcopy(model), 8), "four": rounded(copy.deepcopy(model), 4)}
     found = compare_generations(made, tokenizer, SWEEP_PROMPTS[2:4], temperatures=[1.0], new_tokens=8, seeds=1)
-    at = {(r["model"], r["temperature"]): r["first_difference"] for r in found.rows()}
+    at = {(r.model, r.temperature): r.first_difference for r in found.rows()}
     assert at["four", 0.0] + 3 < at["eight", 0.0] and at["four", 1.0] + 3 < at["eight", 1.0]
-    assert found.settings["chat"] and all(g.text for g in found.written if g.model == "baseline")
+    assert found.settings.chat and all(g.text for g in found.written if g.model == "baseline")
     assert len(SWEEP_PROMPTS) == len(set(SWEEP_PROMPTS)) >= 12

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from compress import METHODS
-from compress.kv import Abreast, attached
-from compress.kv.static import MadeUpCache, decoder, static
+from compress.kv import CacheBatch, attached
+from compress.kv.timed import FilledCache
 from compress.recipe import parse_recipe
 from eval.contexts.answers import bootstrap
 from eval.contexts.haystack import Question, Sample
 from eval.contexts.long_context import VISIBILITIES, score_long_context
 from eval.speed import cache_speed
 from eval.speed.cache_speed import measure_cache_speed
+from kernels.step.decoder import recognise
+from kernels.step.in_parts import StepInParts
 from notebooks.study.caches import parts
 
 STREAMING, KV_INT = METHODS["streaming"], METHODS["kv_int"]
@@ -88,7 +90,7 @@ def test_caches_asked_together_answer_as_each_alone(sample, monkeypatch):
     alone = scored(model, [one], variants=variants)
     for size in (2, 16):
         monkeypatch.setattr("eval.contexts.long_context._AT_ONCE", size)
-        together = scored(model, [one], variants=variants, abreast=Abreast)
+        together = scored(model, [one], variants=variants, batched=CacheBatch)
         assert list(together.answers) == list(alone.answers)
         for name, groups in alone.answers.items():
             for key, (expected,) in groups.items():
@@ -108,10 +110,10 @@ def test_evicted_positions_change_the_scores(sample):
         "of 3 to 8 and 20, 21 only 3 is among 0-3, 24-39"
     )
     assert found.cache_bytes["half"][40] < 0.6 * found.cache_bytes["full"][40] and min(found.errors["half"]) > 1e-6
-    row = next(row for row in made["answers"] if row["variant"] == "half" and row["visibility"] == "visible")
-    assert len(row["exact"]) == 2 and row["kl"][0] > 1e-6 and len(row["kl_by_token"]) == 4
+    row = next(row for row in made.answers if row.variant == "half" and row.visibility == "visible")
+    assert len(row.exact) == 2 and row.kl[0] > 1e-6 and len(row.kl_by_token) == 4
     assert "<th style='text-align:left'>half</th>" in found._repr_html_() and len(repr(found)) < 100
-    assert made["against"]["half"]["agnostic"] == found.against("half", visibility="agnostic")
+    assert made.against["half"]["agnostic"] == found.against("half", visibility="agnostic")
     assert "nll_word_40_follow_up_stderr" in found.metrics()["half"]
     lost = {v: found.answers["half"]["word", 40, v][0].kl for v in ("another", "turns", "follow-up")}
     assert len({tuple(kl) for kl in lost.values()}) == 3 and all(max(kl) > 1e-6 for kl in lost.values())
@@ -144,82 +146,37 @@ def test_bootstrap():
     assert mean == 0.5 and low == pytest.approx(0.4, abs=0.02) and high == pytest.approx(0.6, abs=0.02)
 
 
-@pytest.mark.parametrize(
-    "methods",
-    [
-        [],
-        [STREAMING(budget=20)],
-        [METHODS["snapkv"](budget=20, observed=4, allocation="ada")],
-        [KV_INT(group_size=32, residual=4)],
-        [STREAMING(budget=50), KV_INT(bits=8, group_size=32, residual=4)],
-        [KV_INT(bits=4, group_size=32, residual=4, rotate_keys=True)],
-    ],
-    ids=str,
-)
-def test_static_caches_write_the_same(tiny, tokens, methods):
-    """The accuracy path and the path that is timed, token for token."""
-    model, ids = tiny("llama"), tokens(1, 80)[0]
-    model.generation_config.eos_token_id = None
-    with attached(model, methods) as attachment:
-        whole = torch.ones_like(ids)
-        written = model.generate(ids, attention_mask=whole, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, 80:]
-        cache = attachment.cache()
-        token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
-    fixed, found = static(cache, 16), [token]
-    decoder(model)
-    for place in range(80, 91):
-        at = torch.tensor([[place]])
-        found.append(
-            model(found[-1], past_key_values=fixed, compressed=fixed, position_ids=at).logits[:, -1:].argmax(-1)
-        )
-    assert torch.equal(torch.cat(found, 1)[0], written)
-    fixed.reset()
-    again = (
-        model(token, past_key_values=fixed, compressed=fixed, position_ids=torch.tensor([[80]]))
-        .logits[:, -1:]
-        .argmax(-1)
-    )
-    assert torch.equal(again, found[1]), "reset goes back to where it was made"
-
-
 def test_made_up_caches_are_as_long_as_they_say(tiny):
-    model = decoder(tiny("gemma3_text"))
+    model = tiny("gemma3_text")
     for methods, kept in (
         ((None, None), 60),
         ((STREAMING(budget=0.25), None), 15),
         ((STREAMING(budget=40), KV_INT(group_size=32)), 40),
     ):
-        cache = MadeUpCache(model, 100, *methods, room=8).at(60)
-        slabs = cache.layer_slabs()
-        assert (
-            len(slabs) == 1
-            and slabs[0].lengths.tolist() == [[kept] * 2]
-            and (slabs[0].starts + kept == slabs[0].used).all()
-        )
-        model(
-            torch.ones(1, 1, dtype=torch.long),
-            past_key_values=cache,
-            compressed=cache,
-            position_ids=torch.tensor([[60]]),
-        )
-        assert slabs[0].lengths.tolist() == [[kept + 1] * 2] and cache.at(60).layer_slabs()[0].lengths.tolist() == [
-            [kept] * 2
-        ]
+        with attached(model):
+            cache = FilledCache(model, 100, *methods).at(60)
+            (layer,) = cache.filled
+            assert layer.lengths.tolist() == [[kept] * 2] and cache.get_seq_length() == 60
+            assert cache.layers[0].get_seq_length() == 60 and cache.layers[0].keys.shape[2] <= 8
+            model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+            assert layer.lengths.tolist() == [[kept + 1] * 2] and cache.get_seq_length() == 61
+            assert cache.at(60).filled[0].lengths.tolist() == [[kept] * 2] and cache.get_seq_length() == 60
     with pytest.raises(ValueError, match="`tokens`"):
         cache.at(101)
 
 
-def test_speed_of_caches(tiny, monkeypatch):
-    model = decoder(tiny("llama", max_position_embeddings=16384))
-    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
-    make = functools.partial(MadeUpCache, model, 16000)
+def test_speed_of_caches(tiny):
+    model = tiny("llama", max_position_embeddings=16384)
+    make = functools.partial(FilledCache, model, 16000)
     variants = {"full": make, "few": lambda: make(STREAMING(budget=0.02))}
-    found = measure_cache_speed(model, variants, [32, 16000], new_tokens=2, rounds=3)
+    with attached(model):
+        found = measure_cache_speed(model, variants, [32, 16000], new_tokens=2, rounds=3)
+    assert all(how.startswith("eager; no native step: activations in float32") for how in found.execution.values())
     assert set(found.tokens_per_s) == {"full", "few"} and set(found.attention_s) == {"full", "few", cache_speed.SDPA}
     assert all(low <= middle <= high for of in found.tokens_per_s.values() for middle, low, high in of.values())
     assert set(found.spread) == {"decode", "attention"} and found.load.seconds > 0
-    assert found.attention_speedup("few", 16000) > 1.2, "320 positions of 16,000: a wide margin"
-    assert "16,000 tokens" in found._repr_html_() and found.settings["rounds"] == 3 and "kv_decode" in found.kernels
+    assert found.attention_speedup["few"][16000] > 1.2, "320 positions of 16,000: a wide margin"
+    assert "16,000 tokens" in found._repr_html_() and found.settings.rounds == 3 and "kv_decode" in found.kernels
     for wrong in ({"contexts": [0]}, {"contexts": [32], "rounds": 0}, {"contexts": [32], "new_tokens": 1.5}):
         with pytest.raises(ValueError, match="must be a positive integer"):
             measure_cache_speed(model, variants, **wrong)
@@ -227,10 +184,10 @@ def test_speed_of_caches(tiny, monkeypatch):
         measure_cache_speed(model, {"few": make}, [32])
 
 
-def test_layers_of_other_widths_with_a_window_are_timed(tiny, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
-    model = decoder(tiny("gemma4_unified_text", layers=4))
-    found = measure_cache_speed(model, {"full": lambda: MadeUpCache(model, 64)}, [32], new_tokens=2, rounds=1)
+def test_layers_of_other_widths_with_a_window_are_timed(tiny):
+    model = tiny("gemma4_unified_text", layers=4)
+    with attached(model):
+        found = measure_cache_speed(model, {"full": lambda: FilledCache(model, 64)}, [32], new_tokens=2, rounds=1)
     assert found.tokens_per_s["full"][32][0] > 0 and found.attention_s["full"][32][0] > 0
 
 
@@ -238,14 +195,15 @@ def test_layers_of_other_widths_with_a_window_are_timed(tiny, monkeypatch):
 def test_the_native_step_is_timed_where_it_knows_the_model(tiny, architecture):
     """It takes what is lent (16 bits, codes, few positions, windows) and what attends itself (sparse reading); each
     variant's logits are compared with the model's before anything is timed."""
-    model = decoder(tiny(architecture).bfloat16())
+    model = tiny(architecture).bfloat16()
     recipes = ("", "kv_int(bits=4, group_size=32)", "kv_int(bits=2, group_size=32, residual=8)", "streaming(budget=0.5)",
                "quest(budget=8, page=4, full_layers=1)", "kv_fp8(group_size=32)")  # fmt: skip
     variants = {
-        recipe or "full": functools.partial(MadeUpCache, model, 300, *parts(parse_recipe(recipe) if recipe else []))
+        recipe or "full": functools.partial(FilledCache, model, 300, *parts(parse_recipe(recipe) if recipe else []))
         for recipe in recipes
     }
-    found = measure_cache_speed(model, variants, [96, 300], new_tokens=3, rounds=1)
+    with attached(model):
+        found = measure_cache_speed(model, variants, [96, 300], new_tokens=3, rounds=1)
     assert set(found.execution.values()) == {"native step"} and "decode_step" in found.kernels
     cache = variants["kv_int(bits=4, group_size=32)"]()
     number = len(cache.layers) - 1
@@ -253,10 +211,15 @@ def test_the_native_step_is_timed_where_it_knows_the_model(tiny, architecture):
     assert two == [one[0], one[1] + 1] and cache.at(96).lend(number).counts == one
 
 
-@pytest.mark.slow
-def test_decoding_of_contexts_compiles_to_one_graph(tiny):
-    """One graph for every context."""
-    model = decoder(tiny("llama", max_position_embeddings=2048))
-    torch._dynamo.reset()
-    found = measure_cache_speed(model, {"full": lambda: MadeUpCache(model, 256)}, [32, 256], new_tokens=1, rounds=1)
-    assert found.execution["full"].startswith("compiled; no native step: activations in float32")
+def test_pages_of_a_timed_cache_hold_the_tokens_that_it_decodes(tiny):
+    """The bounds by which pages are chosen are those of all keys, the new ones too."""
+    model = tiny("llama").bfloat16()
+    with attached(model):
+        cache = FilledCache(model, 64, None, None, METHODS["quest"](budget=16, page=4, full_layers=0)).at(30)
+        step = StepInParts(recognise(model, by_cache=True), 1)
+        for place in range(30, 36):
+            step(torch.tensor([[place]]), cache, torch.tensor([[place]]))
+    for layer in cache.filled:
+        (slab,) = layer.slabs
+        pages = slab.keys_from(0).unflatten(2, (9, 4))
+        assert slab.noted == 36 and torch.equal(slab.notes[0].view, torch.cat(pages.aminmax(dim=3), -1))

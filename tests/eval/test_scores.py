@@ -11,12 +11,13 @@ import torch
 
 from compress import METHODS, apply
 from compress.recipe import parse_recipe
-from compress.records import FoldRecord
 from eval import run_record
 from eval.evaluate import Scores, check_evaluation, evaluate, score_text
 from eval.machine.memory import peak_above_start, peak_memory
 from eval.machine.size import bits_per_weight, size
+from eval.record.compression import FoldRecord, Magnitudes
 from eval.record.html import CELL_COLOURS
+from eval.record.measured import Sample
 from eval.record.rows import typed
 from eval.record.schema import problems_of, read_record, write_record
 from eval.run_record import RunInfo, record
@@ -24,7 +25,7 @@ from eval.text.divergence import compare_on_text, divergence
 from eval.text.names import short_path, text_name, with_short_names
 from eval.text.perplexity import Perplexity, perplexity
 from eval.text.windows import mean_and_stderr, windows
-from eval.writing.generation import Sample, first_difference, generate_samples, write
+from eval.writing.generation import first_difference, generate_samples, write
 from kernels.support.deploy import deployed
 
 
@@ -227,9 +228,7 @@ def test_a_record_tells_of_the_others_too(tiny):
     model = tiny("llama")
     results = {bits: apply([METHODS["rtn"](bits=bits, group_size=16)], copy.deepcopy(model)) for bits in (8, 4, 3)}
     results[8].notes, results[4].notes, results[3].notes = ["slow"], ["slow", "emulated"], ["emulated"]
-    magnitudes = {
-        key: {"max": 2.0, "p99": 1.0, "median": 1.0} for key in ("x_before", "x_after", "w_before", "w_after")
-    }
+    magnitudes = {key: Magnitudes(2.0, 1.0, 1.0) for key in ("x_before", "x_after", "w_before", "w_after")}
     results[8].folds = [
         FoldRecord(
             name="model.layers.0.input_layernorm",

@@ -166,9 +166,7 @@ def test_variants_that_memory_does_not_hold_are_timed_in_groups(tiny, monkeypatc
     found = measure_speed(variants, prompt_tokens=8, new_tokens=2, rounds=2)
     assert all(len(names) <= 2 for names in alive)
     assert [len(variant.ttft_s) for variant in variants.values()] == [6, 2, 2, 2]
-    assert found["a"].settings["groups"] == 3 and not any(
-        variant.model or variant.step for variant in variants.values()
-    )
+    assert found["a"].settings.groups == 3 and not any(variant.model or variant.step for variant in variants.values())
     expected = greedy(model, (torch.arange(8) * 7919 % 96)[None], 3)
     assert all(written[id(variant)] == expected for variant in variants.values())
 

@@ -248,27 +248,27 @@ def test_pairs_are_compared_as_pairs():
     b = np.where(rng.random(400) < 0.05, 1 - a, a)  # nearly the same answers
     found = compare(a.tolist(), b.tolist())
     worse, better = ((a == 1) & (b == 0)).sum(), ((a == 0) & (b == 1)).sum()
-    assert (found["right_to_wrong"], found["wrong_to_right"], found["same"]) == (worse, better, 400 - worse - better)
-    assert found["baseline"] == a.mean() and found["value"] == b.mean() and found["n"] == 400
-    assert found["recovery"] == pytest.approx(b.mean() / a.mean()) and found["difference"] == pytest.approx(
+    assert (found.right_to_wrong, found.wrong_to_right, found.same) == (worse, better, 400 - worse - better)
+    assert found.baseline == a.mean() and found.value == b.mean() and found.n == 400
+    assert found.recovery == pytest.approx(b.mean() / a.mean()) and found.difference == pytest.approx(
         b.mean() - a.mean()
     )
-    assert found["mcnemar_p"] == mcnemar(worse, better)
-    wide, d = found["difference_high"] - found["difference_low"], b - a
+    assert found.mcnemar_p == mcnemar(worse, better)
+    wide, d = found.difference_high - found.difference_low, b - a
     assert wide == pytest.approx(2 * 1.96 * d.std() / 20, rel=0.12), (
         "of the differences, not of two samples that do not know each other"
     )
-    assert found["recovery_low"] < found["recovery"] < found["recovery_high"]
+    assert found.recovery_low < found.recovery < found.recovery_high
     shuffled = compare(a.tolist(), rng.permutation(b).tolist())
     assert (
-        shuffled["difference"] == pytest.approx(found["difference"])
-        and shuffled["difference_high"] - shuffled["difference_low"] > 2 * wide
+        shuffled.difference == pytest.approx(found.difference)
+        and shuffled.difference_high - shuffled.difference_low > 2 * wide
     )
 
 
 def test_the_same_answers_are_the_same():
     found = compare([0, 1, 1], [0, 1, 1])
-    assert [found[k] for k in ("recovery", "recovery_low", "recovery_high", "difference", "mcnemar_p")] == [
+    assert [getattr(found, k) for k in ("recovery", "recovery_low", "recovery_high", "difference", "mcnemar_p")] == [
         1,
         1,
         1,
@@ -283,18 +283,18 @@ def test_where_less_is_better_recovery_is_the_inverse():
         [(-size * nats, size)] * 5, [(-size * nats * 1.25, size)] * 5, aggregate="bits_per_byte", higher_is_better=False
     )
     assert (
-        found["baseline"] == pytest.approx(1)
-        and found["value"] == pytest.approx(1.25)
-        and found["recovery"] == pytest.approx(0.8)
+        found.baseline == pytest.approx(1)
+        and found.value == pytest.approx(1.25)
+        and found.recovery == pytest.approx(0.8)
     )
-    assert found["difference"] == pytest.approx(0.25) and found["right_to_wrong"] is None and found["mcnemar_p"] is None
+    assert found.difference == pytest.approx(0.25) and found.right_to_wrong is None and found.mcnemar_p is None
 
 
 def test_undefined_comparisons_are_none():
     found = compare([0, 0, 0, 0], [1, 0, 0, 1])
-    assert found["recovery"] is None and found["recovery_low"] is None and found["difference"] == 0.5
-    json.dumps(compare([0, 1], [1, math.nan]), allow_nan=False)
-    json.dumps(compare([0, 0, 0, 1], [1, 0, 1, 1]), allow_nan=False)  # some resamples have nothing to divide by
+    assert found.recovery is None and found.recovery_low is None and found.difference == 0.5
+    json.dumps(vars(compare([0, 1], [1, math.nan])), allow_nan=False)
+    json.dumps(vars(compare([0, 0, 0, 1], [1, 0, 1, 1])), allow_nan=False)  # some resamples have nothing to divide by
 
 
 # Whose answers
@@ -510,7 +510,7 @@ def scores(folder, letters, tiny):
 
 
 def test_flipped_answers_are_listed_by_question(scores):
-    found = json.loads(json.dumps(scores.found(), allow_nan=False))
+    found = json.loads(json.dumps(plain(scores.found()), allow_nan=False))
     assert {row["task"]: row["metric"] for row in found["rows"]} == {
         "choice": "acc_norm",
         "writing": "exact_match",
@@ -544,7 +544,7 @@ def test_flipped_answers_are_listed_by_question(scores):
 def test_documents_that_are_the_same_are_told_apart(scores):
     documents = scores.answers["baseline"]["choice"].documents
     assert documents[-1].doc_hash == documents[-2].doc_hash and len({d.doc_hash for d in documents}) == 23
-    assert scores.compared["same"]["choice"]["n"] == 24
+    assert scores.compared["same"]["choice"].n == 24
 
 
 def test_every_filter_is_kept_and_the_first_counts(scores):
@@ -564,7 +564,7 @@ def test_every_filter_is_kept_and_the_first_counts(scores):
 
 def test_samples_are_saved_a_line_a_question(scores, tmp_path):
     files = scores.save(tmp_path)
-    assert scores.found()["files"] == files and len({path for of in files.values() for path in of.values()}) == 12
+    assert scores.found().files == files and len({path for of in files.values() for path in of.values()}) == 12
     for model, of in files.items():
         for task, path in of.items():
             lines = [json.loads(line) for line in (tmp_path / path).read_text().splitlines()]
@@ -615,7 +615,7 @@ def test_a_model_that_breaks_is_recorded_as_strict_json(folder, letters, tiny, t
             json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert (
         math.isnan(found.metrics["broken"]["bits_per_byte_reading"])
-        and found.compared["broken"]["reading"]["recovery"] is None
+        and found.compared["broken"]["reading"].recovery is None
     )
     assert "<table>" in found._repr_html_()
 
@@ -629,12 +629,12 @@ def test_a_groups_score_is_of_all_its_questions(folder, letters, tiny):
     models = {"baseline": tiny("llama"), "other": tiny("llama", seed=1)}
     found = answer_tasks(models, letters, ["more", "both"], task_path=str(folder), limit=10)
     assert found.groups == {"both": ["choice", "more"]}
-    assert {row["task"]: row["n"] for row in found.found()["rows"]} == {"both": 20, "choice": 10, "more": 10}
+    assert {row.task: row.n for row in found.found().rows} == {"both": 20, "choice": 10, "more": 10}
     for scores in found.metrics.values():
         assert scores["acc_norm_both"] == pytest.approx((scores["acc_norm_choice"] + scores["acc_norm_more"]) / 2)
     parts = found.compared["other"]
-    assert parts["both"]["n"] == 20
-    assert parts["both"]["right_to_wrong"] == parts["choice"]["right_to_wrong"] + parts["more"]["right_to_wrong"]
+    assert parts["both"].n == 20
+    assert parts["both"].right_to_wrong == parts["choice"].right_to_wrong + parts["more"].right_to_wrong
 
 
 # What is checked before

@@ -14,7 +14,7 @@ from kernels.int_matmul import pack, to_panels
 from kernels.lut_matmul import NF4, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
 from kernels.step import Attention, DecodeStep, InputChange, Norm, Products, Program, Weight
-from kernels.step.lent import Lent
+from kernels.step.cache_view import CacheView
 from kernels.step.program import CacheAttention
 from kernels.step.reference import decode_step
 from kernels.trellis_matmul import UNIT, Trellis, length_for
@@ -212,7 +212,7 @@ def test_a_step_reads_and_fills_tensors_that_are_lent(isa, dtype, together, toke
     for a, heads in zip(caches, ([slice(0, 2)], [slice(0, 1), slice(1, 2)]), strict=True):
         k, v = ([x[:, one] for one in heads] for x in (a.keys, a.values))
         starts = [torch.zeros(x.shape[:2], dtype=torch.int32) for x in k]
-        lents.append(Lent(k, v, [], [], [], [], starts, [0, 300] * len(k), 16, 64))
+        lents.append(CacheView(k, v, starts, [0, 300] * len(k)))
     tables = [(a.cos, a.sin) for a in caches]
     if together:
         found = step.attend_kept(lents, tables, at)
@@ -250,17 +250,20 @@ def test_programs_that_cannot_run_are_refused():
         step.go_on(torch.zeros(1, 64))
     tables, at = (attention.cos, attention.sin), torch.tensor([[7]])
     starts = torch.zeros(attention.keys.shape[:2], dtype=torch.int32)
-    lent = Lent([attention.keys], [attention.values], [], [], [], [], [starts], [0, 7], 16, 64)
+    lent = CacheView([attention.keys], [attention.values], [starts], [0, 7])
     with pytest.raises(RuntimeError, match="`begin` comes first"):
         step.attend_kept([lent], [tables], at)
     step.begin(torch.tensor([[1]]))
     with pytest.raises(RuntimeError, match="`attended` .* does not fit"):
         step.go_on(torch.zeros(1, 7))
-    full, other = lent._replace(counts=[0, attention.keys.shape[2]]), [attention.keys.float()]
+    full, other = dataclasses.replace(lent, counts=[0, attention.keys.shape[2]]), [attention.keys.float()]
     for wrong, message in (
         ((full, tables, at), "has no place for position"),
-        ((lent._replace(k=other, v=other), tables, at), "Float has no place"),
-        ((lent._replace(k=[attention.keys[:, :1]], v=[attention.values[:, :1]]), tables, at), "keeps 1 heads"),
+        ((dataclasses.replace(lent, k=other, v=other), tables, at), "Float has no place"),
+        (
+            (dataclasses.replace(lent, k=[attention.keys[:, :1]], v=[attention.values[:, :1]]), tables, at),
+            "keeps 1 heads",
+        ),
         ((lent, tables, torch.tensor([[1 << 20]])), "is none of the .* of the tables"),
         ((lent, tables, torch.tensor([[7, 8]])), "`positions` .* must be 1 numbers"),
         ((lent, (tables[0][:, :2], tables[1]), at), "cosines .* do not fit"),

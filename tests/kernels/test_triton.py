@@ -26,7 +26,7 @@ from kernels.w4a8_matmul.codes import even_first
 from kernels.w4a8_matmul.reference import rounded
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_KERNEL = {"sparse24_matmul", "ternary_matmul"}  # of our own: of a library, or plain torch
+NO_KERNEL = {"sparse24_matmul"}  # of our own: a library's
 EVERY = "WORKBENCH_EVERY_CHECK"
 INSIDE = interpreting() and installed()
 needs_triton = pytest.mark.skipif(not installed(), reason="triton is not installed")

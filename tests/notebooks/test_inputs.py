@@ -23,13 +23,13 @@ def test_ranges_are_those_of_what_the_weights_meet(tiny, tokens, with_outliers):
     handle.remove()
     largest = seen[0].abs().amax(0)
     found = inputs.found()["16 bits"][name]
-    assert found["max"] == pytest.approx(largest.max().item()) and found["median"] == pytest.approx(largest.median())
+    assert found.max == pytest.approx(largest.max().item()) and found.median == pytest.approx(largest.median())
     centred = seen[0].double() - seen[0].double().mean(1, keepdim=True)
     kurtosis = (centred.pow(4).mean(1) / centred.square().mean(1) ** 2).mean().item()
-    assert found["kurtosis"] == pytest.approx(kurtosis, rel=1e-4)
+    assert found.kurtosis == pytest.approx(kurtosis, rel=1e-4)
     assert len(inputs.found()["compressed"]) == 8, "linears that share an input are one row"
     rotated = inputs.found()["compressed"][name]
-    assert rotated["max"] / rotated["median"] < 0.5 * found["max"] / found["median"]
+    assert rotated.outlier < 0.5 * found.outlier
     picture = inputs.pictures[title]["16 bits"]
     expected = seen[0].abs() / seen[0].square().mean(1, keepdim=True).sqrt()
     assert torch.allclose(torch.from_numpy(picture), expected, atol=1e-5)

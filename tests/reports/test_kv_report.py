@@ -153,7 +153,7 @@ def test_a_killed_run_goes_on(tmp_path, monkeypatch):
     found = score_caches(model, recipes, contexts, ["agnostic"], str(tmp_path))
     assert (
         asked == 3 * [["full", "compressed"]]
-        and found.found()["answers"] == score_caches(model, recipes, contexts, ["agnostic"]).found()["answers"]
+        and found.found().answers == score_caches(model, recipes, contexts, ["agnostic"]).found().answers
     )
     del asked[:]
     recipes = cache_recipes("streaming", compare="also: snapkv")

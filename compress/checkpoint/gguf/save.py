@@ -75,7 +75,7 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
     writer = gguf.GGUFWriter(folder / file_name(checkpoint), arch, use_temp_file=True)
     try:
         writer.add_type("model")
-        methods = [entry["method"] for entry in checkpoint.story.recipe]
+        methods = [entry["method"] for entry in checkpoint.info.recipe]
         writer.add_name(" ".join([file_name(checkpoint).removesuffix(".gguf"), *methods]))
         if (source := _source(checkpoint)) is not None:
             Vocabulary({key: v for key, v in fields_of(source).items() if key in GENERAL}).write(writer)
@@ -107,7 +107,7 @@ def verify(checkpoint: Checkpoint, folder: Path) -> Verification:
 
 def file_name(checkpoint: Checkpoint) -> str:
     """Name of the file in the folder, from the name of the model."""
-    name = Path(str(checkpoint.story.model.get("name") or "model")).name.removesuffix(".gguf")
+    name = Path(str(checkpoint.info.model.get("name") or "model")).name.removesuffix(".gguf")
     return re.sub(r"[^\w.-]+", "-", name) + ".gguf"
 
 
@@ -136,7 +136,7 @@ def _file_type(nbytes: Counter) -> gguf.LlamaFileType:
 def _source(checkpoint: Checkpoint) -> Path | None:
     """The GGUF file from which the model was loaded, if there is one and it still exists."""
     try:
-        return gguf_file(str(checkpoint.story.model.get("name") or ""))
+        return gguf_file(str(checkpoint.info.model.get("name") or ""))
     except ValueError:
         return None
 

@@ -9,15 +9,15 @@ from torch import Tensor
 from compress.formats.base import AsStored
 from compress.formats.csr import index_dtype
 from compress.formats.stored import Stored
-from kernels.ternary_matmul import Ternary, decode, encode, ternary_matmul
-from kernels.ternary_matmul.layout import P0, check_rows
+from compress.formats.ternary.words import P0, Ternary, check_rows, decode, encode
+from kernels.linear import linear
 
 
 class TernaryWeight(AsStored):
     """w is 0, or the `low` or the `high` of its row.
 
     Buffers: `codes` int16 [words], `counts` [out] words of each row, int16 or int32 where rows are longer than 32,767,
-    and `low` and `high` [out] bfloat16; see `kernels.ternary_matmul.layout.Ternary`.
+    and `low` and `high` [out] bfloat16; see `compress.formats.ternary.words.Ternary`.
     """
 
     name: ClassVar[str] = "ternary"
@@ -46,7 +46,8 @@ class TernaryWeight(AsStored):
         return decode(self._ternary())
 
     def matmul(self, x: Tensor) -> Tensor:
-        return ternary_matmul(x, self._ternary())
+        """x Wᵀ; the whole weight is decoded at every call, so that only the words stay in memory."""
+        return _product(x, *self._ternary()[:4], self.shape[1], self.p0)
 
     def lay_out(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return {}
@@ -80,3 +81,17 @@ class TernaryWeight(AsStored):
 
     def _ternary(self) -> Ternary:
         return Ternary(self.codes, self.counts, self.low, self.high, self.shape, self.p0)
+
+
+@torch.library.custom_op("workbench::ternary_product", mutates_args=())
+def _product(
+    x: Tensor, codes: Tensor, counts: Tensor, low: Tensor, high: Tensor, in_features: int, p0: float
+) -> Tensor:
+    # Opaque to the compiler on purpose: if the decoder were traced, freezing would fold it into a dense weight.
+    W = decode(Ternary(codes, counts, low, high, (len(counts), in_features), p0))
+    return linear(x.reshape(-1, in_features), W.to(x.dtype)).view(*x.shape[:-1], len(counts))
+
+
+@_product.register_fake
+def _(x, codes, counts, low, high, in_features, p0):
+    return x.new_empty(*x.shape[:-1], len(counts))

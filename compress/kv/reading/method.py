@@ -25,7 +25,7 @@ class Role(NamedTuple):
 
 
 @dataclass
-class Glance:
+class LayerQuery:
     """The data of a layer when it chooses; T positions are kept, and the queries' own tokens come after them.
 
     Attributes:
@@ -76,13 +76,13 @@ class Reading(CacheMethod):
         """The role of each layer that keeps all positions."""
         raise NotImplementedError
 
-    def scores(self, glance: Glance) -> Tensor:
+    def scores(self, query: LayerQuery) -> Tensor:
         """The importance of each page for each query: [B, H_kv, n, pages] float32; pages are counted from each row's
         first position."""
         raise NotImplementedError
 
     def listed(
-        self, glance: Glance, starts: Tensor, lengths: Tensor, *, pages: Tensor, most: int, behind: int = 0
+        self, query: LayerQuery, starts: Tensor, lengths: Tensor, *, pages: Tensor, most: int, behind: int = 0
     ) -> Listed | Ranked:
         """The positions that one token reads: those of each row's last page and of the others with the highest scores.
         Pages that are `Ranked` are chosen when they are read.
@@ -90,7 +90,7 @@ class Reading(CacheMethod):
         Args:
             starts, lengths: [B, H_kv], of the rows. pages, most, behind: as in `kernels.kv_decode.page_list`.
         """
-        scores = self.scores(glance)[:, :, 0]
+        scores = self.scores(query)[:, :, 0]
         return list_of(scores, starts, lengths, page=self.page, pages=pages, most=most, behind=behind)
 
     def page_bounds(self, slab: Slab) -> Growing | None:

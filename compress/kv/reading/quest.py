@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from compress.kv.growing import Growing
-from compress.kv.reading.method import Glance, Reading, Role
+from compress.kv.reading.method import LayerQuery, Reading, Role
 from compress.kv.storage import Slab, from_start
 from compress.method import knob
 from kernels.kv_decode import note_key, page_scores
@@ -35,24 +35,24 @@ class Quest(Reading):
     def page_bounds(self, slab: Slab) -> Growing:
         return bounds(slab, self.page)
 
-    def scores(self, glance: Glance) -> Tensor:
-        slab = glance.slab
+    def scores(self, query: LayerQuery) -> Tensor:
+        slab = query.slab
         edges, lengths = bounds(slab, self.page).view, slab.length - slab.starts
-        return page_scores(glance.queries, edges, lengths, page=self.page, scale=glance.scaling)
+        return page_scores(query.queries, edges, lengths, page=self.page, scale=query.scaling)
 
     def listed(
-        self, glance: Glance, starts: Tensor, lengths: Tensor, *, pages: Tensor, most: int, behind: int = 0
+        self, query: LayerQuery, starts: Tensor, lengths: Tensor, *, pages: Tensor, most: int, behind: int = 0
     ) -> Ranked:
         return Ranked(
-            glance.queries,
-            bounds(glance.slab, self.page).view,
+            query.queries,
+            bounds(query.slab, self.page).view,
             starts,
             lengths,
             page=self.page,
             pages=pages,
             most=most,
             behind=behind,
-            scale=glance.scaling,
+            scale=query.scaling,
         )
 
 

@@ -1,6 +1,7 @@
 """Sparse reading for the layers of one cache: by lists of positions if a kernel decodes, and else by masks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,11 +10,11 @@ from torch.nn.functional import pad
 
 from compress.kv.attention import attend
 from compress.kv.layer import KVLayer, visible_positions
-from compress.kv.reading.method import Glance, Reading
+from compress.kv.reading.method import LayerQuery, Reading
 from compress.kv.storage import Slab, from_start, joined
 from kernels.kv_decode import Listed
 from kernels.kv_decode.ranked import Ranked
-from kernels.step.lent import Lent, ReadPositions
+from kernels.step.cache_view import CacheView, ReadPositions
 
 
 def choose(scores: Tensor, tokens: Tensor, page: int, wanted: Tensor, most: int) -> Tensor:
@@ -90,7 +91,7 @@ class Reader:
             return y, mass if count else None
         if role.chooses:
             parts = zip(layer.slabs, layer.split(q), strict=True)
-            self._note([Glance(slab, of, about["scaling"]) for slab, of in parts], 0, single)
+            self._note([LayerQuery(slab, of, about["scaling"]) for slab, of in parts], 0, single)
         if single:
             layer.keep(k, v, real, True)
             return layer.decode(q, about["scaling"], about["softcap"], count, self.lists)
@@ -98,7 +99,7 @@ class Reader:
         layer.keep(k, v, real, True)
         return y, None
 
-    def lend(self, layer: KVLayer) -> Lent | None:
+    def lend(self, layer: KVLayer) -> CacheView | None:
         """As `KVLayer.lend`; None also if a layer chooses by its attention for later layers."""
         role = self.roles[layer.number]
         if role.reads_all:
@@ -109,7 +110,7 @@ class Reader:
         if not role.chooses:
             if not isinstance(listed, Listed) or (lent := layer.lend()) is None:
                 return None
-            return lent._replace(sparse=ReadPositions(indices=listed.indices, lengths=listed.lengths))
+            return replace(lent, sparse=ReadPositions(indices=listed.indices, lengths=listed.lengths))
         if not isinstance(slab, Slab) or (edges := self.reading.page_bounds(slab)) is None:
             return None
         before = slab.length
@@ -121,9 +122,9 @@ class Reader:
             edges.length += 1
         slab.noted += 1
         pages, most = (wanted + page - 1) // page, min(-(-most // page), edges.length)
-        return lent._replace(sparse=ReadPositions(edges.buffer, pages, page, most))
+        return replace(lent, sparse=ReadPositions(edges.buffer, pages, page, most))
 
-    def _attended(self, layer: KVLayer, q: Tensor, real: Tensor, mass: Tensor | None) -> list[Glance]:
+    def _attended(self, layer: KVLayer, q: Tensor, real: Tensor, mass: Tensor | None) -> list[LayerQuery]:
         """The attention of a layer that has read all positions and has already stored the new tokens."""
         n = q.shape[2]
         if mass is None:
@@ -135,24 +136,24 @@ class Reader:
             heads = slab.starts.shape[1]
             own = mass[:, at : at + heads, :, mass.shape[-1] - slab.length : mass.shape[-1] - n]
             own = from_start(own.transpose(2, 3), slab.starts).transpose(2, 3)
-            found.append(Glance(slab, queries, layer.about["scaling"], own))
+            found.append(LayerQuery(slab, queries, layer.about["scaling"], own))
             at += heads
         return found
 
-    def _note(self, glances: Sequence[Glance], new: int, single: bool) -> None:
+    def _note(self, queries: Sequence[LayerQuery], new: int, single: bool) -> None:
         """Choose, slab by slab, among the positions before the `new` tokens, which the slabs already hold."""
         reading, page = self.reading, self.reading.page
         self.last, self.lists = [], []
-        for glance in glances:
-            length = glance.slab.length - new
-            tokens = (length - glance.slab.starts).long()
-            wanted, most = reading.share(glance.slab, length)
+        for query in queries:
+            length = query.slab.length - new
+            tokens = (length - query.slab.starts).long()
+            wanted, most = reading.share(query.slab, length)
             if single:
                 pages, most = (wanted + page - 1) // page, -(-most // page)
                 more = {"pages": pages, "most": most, "behind": 1}  # behind: the token itself
-                self.lists.append(reading.listed(glance, glance.slab.starts, tokens, **more))
+                self.lists.append(reading.listed(query, query.slab.starts, tokens, **more))
             else:
-                self.last.append(choose(reading.scores(glance), tokens, page, wanted, most))
+                self.last.append(choose(reading.scores(query), tokens, page, wanted, most))
 
     def _by_mask(self, layer: KVLayer, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, about: dict) -> Tensor:
         """Attention of any number of tokens, each to the positions that it chose and to the tokens of its pass."""

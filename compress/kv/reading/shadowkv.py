@@ -11,7 +11,7 @@ from torch.nn.functional import cosine_similarity
 from compress.kv.layer import KVLayer
 from compress.kv.policy import CacheMethod, tokens_of
 from compress.kv.reading.chunked import ChunkedSlab, PromptPlan
-from compress.kv.reading.method import Glance, Reading, Role
+from compress.kv.reading.method import LayerQuery, Reading, Role
 from compress.kv.reading.offload import check_folder
 from compress.kv.storage import Slab, from_start, joined
 from compress.method import Method, knob
@@ -118,14 +118,14 @@ class ShadowKV(Reading):
         most = slab.most + -(-slab.tail.length // self.chunk)
         return (slab.reads + behind) * self.chunk, most * self.chunk
 
-    def scores(self, glance: Glance) -> Tensor:
-        slab, (B, _, n, _) = glance.slab, glance.queries.shape
+    def scores(self, query: LayerQuery) -> Tensor:
+        slab, (B, _, n, _) = query.slab, query.queries.shape
         pages = -(-slab.length // self.chunk)
-        scores = torch.full((B, slab.starts.shape[1], n, pages), torch.inf, device=glance.queries.device)
+        scores = torch.full((B, slab.starts.shape[1], n, pages), torch.inf, device=query.queries.device)
         if isinstance(slab, ChunkedSlab):
             inside = _number(slab.landmarks) < slab.counts[..., None]
             among = inside & (slab.slots < 0)
-            found = chunk_scores(glance.queries, slab.landmarks, among, glance.scaling)
+            found = chunk_scores(query.queries, slab.landmarks, among, query.scaling)
             scores[..., : found.shape[-1]] = found.masked_fill(~among[:, :, None], torch.inf)
         return scores
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from compress.kv.reading.method import Glance, Reading, Role
+from compress.kv.reading.method import LayerQuery, Reading, Role
 from compress.method import knob
 
 
@@ -44,5 +44,5 @@ class TidalDecode(Reading):
         choosing = {self.full_layers, max(int(self.again * layers), self.full_layers)}
         return [Role(i < self.full_layers or i in choosing, i in choosing) for i in range(layers)]
 
-    def scores(self, glance: Glance) -> Tensor:
-        return glance.mass.sum(1, keepdim=True).expand_as(glance.mass)
+    def scores(self, query: LayerQuery) -> Tensor:
+        return query.mass.sum(1, keepdim=True).expand_as(query.mass)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from compress.kv.smoothing.key_links import KeyLink, key_link
 from compress.linear import is_linear, weight_of
 from compress.method import Method, knob
-from compress.records import FoldRecord
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, advance, block_calls, on_device, run_block
 from compress.walk.context import Context
 from compress.walk.folds.checks import binned, difference, logits_of, show_largest, summary, tolerance
 from compress.walk.folds.links import made_up_batch
 from compress.walk.parallel.ranks import progress_bar
+from eval.record.compression import Channels, FoldRecord
 from kernels.clock import clock
 
 LARGEST = 1e4  # the largest factor, and the inverse of the smallest
@@ -135,7 +135,7 @@ class SmoothKeys(Method):
             error_after=None,
             difference=moved,
             seconds=clock(device) - start,
-            channels={key: binned(values) for key, values in magnitudes.items()},
+            channels=Channels(**{key: binned(values) for key, values in magnitudes.items()}),
         )
 
 

@@ -11,7 +11,6 @@ from tqdm.auto import tqdm
 from compress.embedding import CompressedEmbedding, find_ends, problem_of_table, store_end
 from compress.formats import FORMATS, Format
 from compress.linear import CompressedLinear, shape_of
-from compress.records import LayerRecord
 from compress.walk.blocks import end_targets, find_blocks
 from compress.walk.capture import Call, device_of
 from compress.walk.context import Context
@@ -20,6 +19,7 @@ from compress.walk.finite import check_error
 from compress.walk.parallel.ranks import current
 from compress.walk.statistics import LayerStatistics
 from compress.walk.walk import Solver, energy_of, error_of, with_errors
+from eval.record.compression import LayerRecord
 from kernels.clock import clock
 
 ROWS = 1 << 14  # rows of a weight that are solved at once, if its format can be stacked

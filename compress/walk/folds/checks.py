@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.records import FoldRecord
 from compress.walk.capture import device_of
 from compress.walk.folds.links import made_up_batch
+from eval.record.compression import FoldRecord, Magnitudes
 
 SHOWN = 4  # folds whose magnitudes are recorded channel by channel: those with the largest outliers
 BINS = 512
@@ -41,22 +41,21 @@ def column_absmax(weights: list[Tensor]) -> Tensor:
     return torch.stack([W.abs().amax(0) for W in weights]).amax(0)
 
 
-def summary(values: Tensor) -> dict[str, float]:
-    return {"max": values.max().item(), "p99": values.quantile(0.99).item(), "median": values.median().item()}
+def summary(values: Tensor, kurtosis: float | None = None) -> Magnitudes:
+    return Magnitudes(values.max().item(), values.quantile(0.99).item(), values.median().item(), kurtosis)
 
 
-def binned(values: Tensor) -> list[float]:
+def binned(values: Tensor) -> tuple[float, ...]:
     """At most 512 numbers: neighbouring channels share one, the largest among them."""
     size = -(-len(values) // BINS)
     bins = F.pad(values, (0, -len(values) % size)).view(-1, size).amax(1)
-    return [float(f"{value:.4g}") for value in bins.tolist()]
+    return tuple(float(f"{value:.4g}") for value in bins.tolist())
 
 
 def show_largest(records: list[FoldRecord]) -> list[FoldRecord]:
     """The records, with magnitudes channel by channel only for the inputs with the largest outliers: one of each kind
     first."""
-    outliers = [r.x_before["max"] / max(r.x_before["median"], 1e-30) for r in records]
-    order = sorted(range(len(records)), key=lambda i: -outliers[i])
+    order = sorted(range(len(records)), key=lambda i: -records[i].x_before.outlier)
     first = {re.sub(r"\d+", "*", records[i].name): i for i in reversed(order)}.values()
     shown = sorted(order, key=lambda i: i not in first)[:SHOWN]
     return [r if i in shown else replace(r, channels=None) for i, r in enumerate(records)]

@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,6 @@ from tqdm.auto import tqdm
 
 from compress.linear import CompressedLinear, is_linear, weight_of
 from compress.method import Method, knob
-from compress.records import FoldRecord
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, advance, block_calls, micro_batches, on_device, run_block
 from compress.walk.chain import Chain
@@ -23,6 +22,8 @@ from compress.walk.parallel.places import Place
 from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.statistics import Collector, LayerStatistics
 from compress.walk.statistics.saved import SavedStatistics
+from eval.record.compression import Channels, FoldRecord
+from eval.record.reading import row
 from kernels.clock import clock
 from kernels.linear import fast_linear
 
@@ -243,7 +244,7 @@ class FoldingMethod(Method):
                 difference=moved,
                 seconds=clock(device) - start,
                 notes=(*statistics.notes, *choice.notes),
-                channels={key: binned(values) for key, values in magnitudes.items()},
+                channels=Channels(**{key: binned(values) for key, values in magnitudes.items()}),
             )
             chosen.append(Folded(link, record, choice.s, columns))
         return chosen
@@ -280,7 +281,7 @@ def _take_over(
         columns = torch.ones(len(link.channels))
         if r["alpha"] is not None:
             columns = fold(model, link, scales[str(i)])
-        notes = (*r["notes"], "chosen by an earlier, interrupted run")
-        record = FoldRecord(**{**r, "consumers": tuple(r["consumers"]), "notes": notes})
+        record = row(FoldRecord, r)
+        record = replace(record, notes=(*record.notes, "chosen by an earlier, interrupted run"))
         chosen.append(Folded(link, record, scales[str(i)], columns))
     return chosen

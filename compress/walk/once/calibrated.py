@@ -19,7 +19,6 @@ from tqdm.auto import tqdm
 
 from compress.embedding import find_ends
 from compress.linear import CompressedLinear, replace, shape_of, weight_of
-from compress.records import LayerRecord
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import block_calls, on_device
 from compress.walk.chain import Chain
@@ -31,6 +30,7 @@ from compress.walk.resume import BlockStore
 from compress.walk.shards import WorkFolder
 from compress.walk.statistics.saved import SavedStatistics, check_room, keep_block, predicted_bytes
 from compress.walk.walk import Solver, chosen_linears, solve_linear, with_errors
+from eval.record.compression import LayerRecord
 from kernels.linear import fast_linear
 
 CALIBRATE = ("sequential", "once")

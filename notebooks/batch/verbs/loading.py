@@ -73,10 +73,10 @@ def _named_by(folder: Path) -> str:
     """The original model that a folder names: as our checkpoints do, or in the model card's `base_model`."""
     import yaml
 
-    from compress.checkpoint.save_format import Story
+    from compress.checkpoint.save_format import CheckpointInfo
 
     try:
-        return str(Story.read(folder).model["name"])
+        return str(CheckpointInfo.read(folder).model["name"])
     except (ValueError, KeyError, TypeError):  # not ours, or damaged
         pass
     try:

@@ -113,7 +113,7 @@ def _written(options: argparse.Namespace, model: Any, scores: Any) -> str:
     import sys
     from datetime import UTC, datetime, timedelta
 
-    from compress.checkpoint.save_format import Story
+    from compress.checkpoint.save_format import CheckpointInfo
     from compress.walk.identity import model_identity
     from eval.record.schema import write_record
     from eval.run_record import RunInfo, record
@@ -121,14 +121,14 @@ def _written(options: argparse.Namespace, model: Any, scores: Any) -> str:
 
     folder = Path(options.model).expanduser()
     try:
-        story = Story.read(folder)
+        origin = CheckpointInfo.read(folder)
     except ValueError:  # a model of others
-        story = Story([], model_identity(model), None)
+        origin = CheckpointInfo([], model_identity(model), None)
     began = datetime.now(UTC) - timedelta(seconds=scores.seconds)
     shown = {"model_name": options.model, "eval_corpus": options.text, "window": options.window}
     command = f"workbench {' '.join(sys.argv[1:])}"
     info = RunInfo(f"{NAME}-{folder.name}-{began:%Y%m%d%H%M%S}", NAME, shown, began, command)
-    made = record(story.result(model), scores, info)
+    made = record(origin.result(model), scores, info)
     options.out.mkdir(parents=True, exist_ok=True)
     write_record(made, options.out / "record.json")
     return f"page: {render(made, options.out / 'report.html').path}"

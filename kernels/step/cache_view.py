@@ -1,5 +1,6 @@
 """What a layer of a compressed cache lends to a step of decoding."""
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -23,7 +24,11 @@ class ReadPositions(NamedTuple):
     lengths: Tensor | None = None
 
 
-class Lent(NamedTuple):
+EVERY = ReadPositions()  # position is read
+
+
+@dataclass(slots=True)
+class CacheView:
     """The stored cache of a layer, for each part of its kv heads, in tensors with room for one more position, which a
     decoding step writes.
 
@@ -40,14 +45,14 @@ class Lent(NamedTuple):
 
     k: list[Tensor]
     v: list[Tensor]
-    params_k: list[Tensor]
-    params_v: list[Tensor]
-    tail_k: list[Tensor]
-    tail_v: list[Tensor]
     starts: list[Tensor]
     counts: list[int]
-    bits: int
-    group: int
+    bits: int = 16
+    group: int = 64
     turned_keys: bool = False
     turned_values: bool = False
-    sparse: ReadPositions = ReadPositions()
+    sparse: ReadPositions = EVERY
+    params_k: list[Tensor] = field(default_factory=list)
+    params_v: list[Tensor] = field(default_factory=list)
+    tail_k: list[Tensor] = field(default_factory=list)
+    tail_v: list[Tensor] = field(default_factory=list)

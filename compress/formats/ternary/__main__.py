@@ -1,12 +1,12 @@
 """Bits per weight of random ternary matrices, and the time to encode and decode them:
-`python -m kernels.ternary_matmul`."""
+`python -m compress.formats.ternary`."""
 
 import time
 from math import log2
 
 import torch
 
-from kernels.ternary_matmul import Ternary, decode, dictionary, encode
+from compress.formats.ternary.words import Ternary, decode, dictionary, encode
 
 SHARES = (0.8, 0.885, 0.95, 0.99)  # shares of zeros
 SHAPE = (1024, 4096)

@@ -1,4 +1,11 @@
-"""Ternary matrices as words of 16 bits: a dictionary of the most probable sequences, and the greedy parse into it."""
+"""Ternary matrices as words of 16 bits, less than a bit per weight (QMoE, arXiv:2310.16795, section 4).
+
+A word represents a sequence of 1 to 14 pairs of symbols. The dictionary holds the 2^16 sequences that are the most
+probable if symbols are independent, a share `p0` of them is 0 and the others are `low` and `high` equally often. It is
+computed from `p0`, by exact fractions, and is not stored; this takes 0.2 s, once per process. The encoder takes the
+longest sequence each time, which gives the fewest words: on 88.5 % zeros (entropy 0.630 bits) 0.735 bits per weight,
+and at least 16 / 28 bits, for zeros alone. `python -m compress.formats.ternary` prints the bits for other shares.
+"""
 
 from fractions import Fraction
 from functools import cache
@@ -163,3 +170,10 @@ def decode_symbols(w: Ternary) -> Tensor:
         both = torch.stack([pairs // 3, pairs % 3], 1)
         symbols[start:end] = both.view(end - start, 2 * width)
     return symbols[:, :columns]
+
+
+def decode(w: Ternary) -> Tensor:
+    """W [out, in] in float32."""
+    symbols = decode_symbols(w)
+    low, high = w.low.float()[:, None], w.high.float()[:, None]
+    return torch.where(symbols == 1, low, 0.0) + torch.where(symbols == 2, high, 0.0)

@@ -1,6 +1,10 @@
-"""Records of the parts of a model that a method compressed: rows of the run record."""
+"""What a compression did, part by part: rows of the run record, which `compress` writes and pages read.
 
-from dataclasses import dataclass
+Any value may be missing in an early record; it is then None, "" or empty (`eval.record.reading.row`).
+"""
+
+import math
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -13,22 +17,26 @@ class LayerRecord:
     bits. sparsity: the share of Ŵ that is 0. choice: the method that was chosen for this weight, if there were several,
     and choices: {method: the layer's measured loss with it alone}, by which it was chosen; a layer may be several
     weights that share a choice. distortion: {ratio of this weight's entries set to 0, with all other weights unchanged:
-    KL of the model's predictions, nats per token}, which the method measured to choose the ratio; None if it did not.
+    KL of the model's predictions, nats per token}, which the method measured to choose the ratio; empty if it did not.
     """
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     format: str
-    bits_per_weight: float
-    error: float
+    bits_per_weight: float | None
+    error: float | None
     rtn_error: float | None
-    seconds: float
-    tokens: int
+    seconds: float | None
+    tokens: int | None
     notes: tuple[str, ...] = ()
-    sparsity: float = 0.0
-    distortion: dict[str, float] | None = None
+    sparsity: float | None = 0.0
+    distortion: dict[str, float] = field(default_factory=dict)
     choice: str | None = None
-    choices: dict[str, float] | None = None
+    choices: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -41,12 +49,12 @@ class AllocationRecord:
     """
 
     loss: str
-    budget_bytes: int
-    beside_bytes: int
-    chosen: tuple[int, float]
-    curve: tuple[tuple[int, float], ...]
-    layers: int
-    seconds: float
+    budget_bytes: float | None
+    beside_bytes: float | None
+    chosen: tuple[float, ...]
+    curve: tuple[tuple[float, ...], ...]
+    layers: int | None
+    seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -60,10 +68,36 @@ class DropRecord:
 
     name: str
     kind: str
-    block: int
-    importance: float
+    block: int | None
+    importance: float | None
     order: int | None = None
-    parameters: int = 0
+    parameters: int | None = 0
+
+
+@dataclass(frozen=True)
+class Magnitudes:
+    """Magnitudes of channels: the largest, the 99th percentile and the median; kurtosis: of inputs, the mean over
+    tokens of the kurtosis of a token's values."""
+
+    max: float | None
+    p99: float | None
+    median: float | None
+    kurtosis: float | None = None
+
+    @property
+    def outlier(self) -> float:
+        """The largest channel relative to the typical one."""
+        return (self.max or 0.0) / max(self.median or 0.0, 1e-30)
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The magnitudes themselves, channel by channel."""
+
+    x_before: tuple[float, ...]
+    x_after: tuple[float, ...]
+    w_before: tuple[float, ...]
+    w_after: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -71,33 +105,31 @@ class FoldRecord:
     """Scales that were moved from a producer (a norm, or a linear) into the linears that read it, or a rotation of the
     input of linears; a row of the record's `folds`.
 
+    kind: "norm", "linear", "keys", "rotation of the stream", "rotation of heads", "online rotation" or "online map".
     alpha: strength of the migration, None if all scales stayed 1, and for rotations.
-    x_*, w_*: the largest magnitudes, channel by channel, of the consumers' input over the calibration tokens and of
-        their weights' columns, as {"max", "p99", "median"} over the channels. For rotations the inputs are those of the
-        first calibration window, and x_* also has "kurtosis", the mean kurtosis of a token's values. For keys x_* are
+    x_*, w_*: of the largest magnitudes, channel by channel, of the consumers' input over the calibration tokens and of
+        their weights' columns. For rotations the inputs are those of the first calibration window. For keys x_* are
         the lengths of the keys' pairs, and w_* the lengths of the rows of the module that gives the queries.
     error_*: ||WX - Q(W)Q(X)||² / ||WX||² over all consumers, rounded to nearest on the grid that the method aims at,
         without and with the scales; None if it was not measured.
     difference: ||y - y'|| / ||y|| of the block's output y without quantisation.
-    channels: the magnitudes themselves, {"x_before": [...], "x_after", "w_before", "w_after"}, for a few.
+    channels: for a few.
     """
 
     name: str
-    kind: (
-        str  # "norm", "linear", "keys", "rotation of the stream", "rotation of heads", "online rotation", "online map"
-    )
+    kind: str
     consumers: tuple[str, ...]
     alpha: float | None
-    x_before: dict[str, float]
-    x_after: dict[str, float]
-    w_before: dict[str, float]
-    w_after: dict[str, float]
+    x_before: Magnitudes
+    x_after: Magnitudes
+    w_before: Magnitudes
+    w_after: Magnitudes
     error_before: float | None
     error_after: float | None
-    difference: float
-    seconds: float
+    difference: float | None
+    seconds: float | None
     notes: tuple[str, ...] = ()
-    channels: dict[str, list[float]] | None = None
+    channels: Channels | None = None
 
 
 @dataclass

@@ -14,7 +14,7 @@ from compress.kv.layer import KVLayer
 from compress.kv.support import storing_layers
 
 
-class Abreast(Cache):
+class CacheBatch(Cache):
     """A view of caches of one row each, all with the same number of tokens, as one batch for `past_key_values`.
 
     The layers of a pass are computed once for all rows, and attention by every cache itself, in the form in which it

@@ -6,9 +6,8 @@ from math import inf, prod
 import pytest
 import torch
 
-from kernels.support.declarations import OWN
-from kernels.ternary_matmul import Ternary, decode, decode_symbols, dictionary, encode, ternary_matmul
-from kernels.ternary_matmul.cases import checks, contests
+from compress.formats import TernaryWeight
+from compress.formats.ternary.words import Ternary, decode, decode_symbols, dictionary, encode
 
 CPU = torch.device("cpu")
 
@@ -57,7 +56,7 @@ def test_every_single_pair_and_all_beginnings_and_ends_are_in(p0):
 @pytest.mark.parametrize("zeros", [0.0, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("p0", [0.5, 0.885])
 def test_symbols_come_back_exactly(shape, zeros, p0, monkeypatch):
-    monkeypatch.setattr("kernels.ternary_matmul.layout.AT_ONCE", 1000)  # several portions of rows
+    monkeypatch.setattr("compress.formats.ternary.words.AT_ONCE", 1000)  # several portions of rows
     symbols = drawn(*shape, zeros)
     w = written(symbols, p0)
     assert w.codes.dtype == torch.int16 and w.counts.sum() == len(w.codes) and len(w.counts) == shape[0]
@@ -84,31 +83,31 @@ def test_bits_for_each_weight():
     assert 16 * len(written(torch.zeros(4, 2800, dtype=torch.uint8)).codes) / (4 * 2800) == 16 / 28
 
 
-@pytest.mark.parametrize("check", checks(CPU), ids=lambda c: c.name)
-def test_products_are_right(check):
-    assert check.error("reference") <= check.tolerance
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "zeros", "tokens"), [((37, 65), 0.3, (2, 3)), ((131, 383), 0.95, (33,)), ((5, 1), 0.5, (4,)), ((16, 64), 1.0, (0,))])  # fmt: skip
+def test_products_are_right(shape, zeros, tokens, dtype):
+    low, high, x = -torch.rand(shape[0]), torch.rand(shape[0]), torch.randn(*tokens, shape[1]).to(dtype)
+    symbols = drawn(*shape, zeros)
+    stored = TernaryWeight.from_symbols(symbols, low, high, p0=0.885)
+    values = torch.stack([torch.zeros(shape[0]), low.bfloat16().float(), high.bfloat16().float()], 1)
+    expected = x.double() @ values.double().gather(1, symbols.long()).t()
+    error = (stored.matmul(x).double() - expected).norm() / expected.norm().clamp_min(1e-30)
+    assert stored.matmul(x).dtype == dtype and error <= {torch.float32: 1e-5, torch.float16: 1e-3}.get(dtype, 1e-2)
 
 
 @pytest.mark.slow
 def test_the_op_survives_the_compiler():
-    w, x = written(drawn(24, 64, 0.8)), torch.randn(3, 64)
-    torch.library.opcheck(torch.ops.workbench.ternary_matmul.default, (x, *w[:4], 64, w.p0))
-    y = torch.compile(lambda x: ternary_matmul(x, w) + 1, fullgraph=True, backend="aot_eager")(x)
-    assert torch.allclose(y, x @ decode(w).t() + 1, atol=1e-5)
+    stored, x = (
+        TernaryWeight.from_symbols(drawn(24, 64, 0.8), -torch.ones(24), torch.ones(24), p0=0.885),
+        torch.randn(3, 64),
+    )
+    buffers = stored.codes, stored.counts, stored.low, stored.high
+    torch.library.opcheck(torch.ops.workbench.ternary_product.default, (x, *buffers, 64, 0.885))
+    y = torch.compile(lambda x: stored.matmul(x) + 1, fullgraph=True, backend="aot_eager")(x)
+    assert torch.allclose(y, x @ stored.dequantize().t() + 1, atol=1e-5)
 
 
-def test_bad_arguments_say_what_works():
+def test_words_of_another_shape_are_refused():
     w = written(drawn(4, 6, 0.5))
-    with pytest.raises(ValueError, match=r"must end in in_features \(=6\)"):
-        ternary_matmul(torch.ones(1, 4), w)
-    with pytest.raises(ValueError, match="`impl`"):
-        ternary_matmul(torch.ones(1, 6), w, impl="triton")
     with pytest.raises(ValueError, match="`codes`"):
         decode(w._replace(shape=(4, 60)))
-
-
-def test_contests_have_the_dense_product_in_them():
-    (contest,) = contests(CPU, True, OWN)
-    assert {contest.ours, contest.baseline} == contest.contestants.keys()
-    for call in contest.contestants.values():
-        assert torch.isfinite(call(0)).all()

@@ -1,0 +1,126 @@
+"""A compressed cache of random numbers, as a policy and a storage leave it behind a context: only for timing."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from compress.kv.cache import CompressedCache
+from compress.kv.layer import KVLayer
+from compress.kv.policy import Policy, Projecting, Storage
+from compress.kv.reading.method import LayerQuery, Reading
+from compress.kv.support import key_shape, key_shapes, left_alone, storing_layers
+
+SMALL = 0.1  # size of made-up keys and values: with large ones, the logits depend on rounding
+
+
+def check_timed(storage: Storage | None, projecting: Projecting | None = None, reading: Reading | None = None) -> None:
+    """Raise ValueError if a cache that was not read from a prompt cannot hold what a method keeps."""
+    for method, kind in ((projecting, "projection"), (reading, "reading")):
+        if method is not None and method.joins:
+            raise ValueError(
+                f"`recipe`: {method} keeps a prompt in factors, which timed steps do not read; leave out the timing "
+                f"(`speed_contexts`), or take another {kind}"
+            )
+    if storage is not None and storage.lesser is not None:
+        raise ValueError(
+            f"`recipe`: {storage} keeps positions in two precisions, which timed steps do not read; leave out the "
+            "timing (`speed_contexts`), or take a storage of one"
+        )
+
+
+def check_timed_model(model: nn.Module) -> None:
+    """Raise ValueError if caches of this model cannot be made up."""
+    reason = None
+    if storing_layers(model) or len(set(key_shapes(model).values())) > 1:
+        reason = "layers that share keys, or that differ in their widths"
+    elif unknown := sorted(set(left_alone(model)) - {"sliding_attention"}):
+        reason = f"layers ({', '.join(unknown)}) with other data than keys and values"
+    if reason:
+        raise ValueError(
+            f"`model` ({type(model).__name__}) has {reason}, which timed steps do not read; leave out the timing "
+            "(`speed_contexts`)"
+        )
+
+
+class FilledCache(CompressedCache):
+    """A compressed cache whose content is random. Every head keeps as many positions as the policy has room for, and
+    nothing is evicted while tokens are timed. Layers with a window hold as many tokens as it sees.
+
+    Args:
+        model: attached (`compress.kv.attach`), in the dtype in which it is deployed.
+        capacity: largest number of tokens.
+
+    Raises:
+        ValueError: a method keeps what cannot be made up (`check_timed`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        capacity: int,
+        policy: Policy | None = None,
+        storage: Storage | None = None,
+        reading: Reading | None = None,
+        projecting: Projecting | None = None,
+    ) -> None:
+        check_timed(storage, projecting, reading)
+        super().__init__(model, None, storage, reading, projecting)
+        self.budget, self.capacity = policy, capacity
+        self._empty = copy.deepcopy(self.layers)
+        self._prepared = 0, self._empty  # a number of tokens, and the layers behind them
+
+    def kept(self, tokens: int) -> int:
+        """The number of positions that every head keeps of this number of tokens."""
+        return tokens if self.budget is None else min(tokens, int(self.budget.target(torch.tensor([tokens]))))
+
+    def at(self, tokens: int) -> "FilledCache":
+        """Set the state after this number of tokens.
+
+        Raises:
+            ValueError: the cache is for fewer tokens.
+        """
+        if not 1 <= tokens <= self.capacity:
+            raise ValueError(f"`tokens` (={tokens}) must lie between 1 and `capacity` (={self.capacity})")
+        if self._prepared[0] != tokens:
+            self.layers = copy.deepcopy(self._empty)
+            for number, layer in enumerate(self.layers):
+                self._fill(number, layer, tokens)
+            self._prepared = tokens, self.layers
+        self.layers = copy.deepcopy(self._prepared[1])
+        return self
+
+    def _fill(self, number: int, layer: KVLayer | DynamicSlidingWindowLayer, tokens: int) -> None:
+        weight, (heads, channels) = next(self.model.parameters()), key_shape(self.model, number)
+        held = self.kept(tokens) if isinstance(layer, KVLayer) else min(tokens, layer.sliding_window)
+        shape, about = (1, heads, held, channels), {"dtype": weight.dtype, "device": weight.device}
+        k, v = (SMALL * torch.randn(shape, **about) for _ in range(2))
+        layer.update(k, v)
+        if not isinstance(layer, KVLayer):
+            layer.cumulative_length = tokens
+            return
+        layer.incoming = None
+        layer.keep(k, v, torch.ones(1, held, dtype=torch.bool, device=k.device), True)
+        layer.seen, layer.tokens, layer.evicted = tokens, torch.tensor([tokens], device=k.device), held < tokens
+        if self.reader is not None and self.reader.roles[number].chooses and not self.reader.roles[number].reads_all:
+            for slab in layer.slabs:  # what it chooses by is known from the prompt on
+                self.reader.reading.scores(LayerQuery(slab, k[:, :, :1], 1.0))
+
+    def attend(self, q: Tensor) -> None:
+        """The attention of one new token, q [1, H_q, 1, D], in every layer that keeps all positions."""
+        real = torch.ones(1, 1, dtype=torch.bool, device=q.device)
+        about = {"scaling": q.shape[-1] ** -0.5, "softcap": None, "sinks": None}
+        for layer in self.filled:
+            heads = sum(slab.starts.shape[1] for slab in layer.slabs)
+            new = q.new_zeros(1, heads, 1, q.shape[-1])
+            layer.about = {**about, "turn": None}
+            if self.reader is None:
+                layer.attend(q, new, new, None, real, about, whole=True, by_kernel=True, count=False)
+            else:
+                self.reader.attend(layer, q, new, new, None, real, about, by_kernel=True, count=False)
+
+    def dense(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values [1, H_kv, n, D] of the layers that keep all positions, without copies if they are in 16
+        bits."""
+        return [slab.dense() for layer in self.filled for slab in layer.slabs]
