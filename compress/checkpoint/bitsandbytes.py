@@ -24,7 +24,6 @@ import transformers
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
-from compress.checkpoint.classes import auto_class
 from compress.checkpoint.interop.experts import expert_shapes
 from compress.checkpoint.interop.transformers_config import (
     linear_names,
@@ -37,6 +36,7 @@ from compress.checkpoint.load import plain_config
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
 from compress.checkpoint.shards import write_shards
 from compress.checkpoint.verify import compare_logits, compare_weights, take_computed_buffers
+from compress.classes import auto_class
 from compress.formats import BnbInt8, BnbNF4
 from compress.formats.bnb import NESTED
 from compress.linear import CompressedLinear, compressed_linears

@@ -44,7 +44,6 @@ import transformers
 from torch import Tensor, nn
 from transformers import CompressedTensorsConfig
 
-from compress.checkpoint.classes import auto_class, has_images
 from compress.checkpoint.interop.experts import (
     StoredNames,
     expert_remarks,
@@ -65,6 +64,7 @@ from compress.checkpoint.interop.words import to_words, words_of_bytes
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
 from compress.checkpoint.shards import write_shards
 from compress.checkpoint.verify import compare_logits, compare_weights, take_computed_buffers
+from compress.classes import auto_class, has_images
 from compress.formats import Dense, EightBit, Format, IntGroup
 from compress.formats.sparse import Sparse
 from compress.linear import CompressedLinear, compressed_linears

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from compress.checkpoint.checksums import CHECKSUMS, check_files
-from compress.checkpoint.classes import is_known
 from compress.checkpoint.files import CONFIG, check_config, fill, reading
 from compress.checkpoint.save_format import INFO_FILE, CheckpointInfo
 from compress.checkpoint.shards import Shards
+from compress.classes import is_known
 from compress.dropped import Dropped
 from compress.embedding import embedding_from, leave_untied
 from compress.kv.attach import attach

@@ -16,9 +16,9 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from compress.checkpoint.classes import auto_class
 from compress.checkpoint.files import check_count, check_filled, check_size, reading
 from compress.checkpoint.tied import settle_tying
+from compress.classes import auto_class
 from compress.walk.shards import WorkFolder
 from kernels.support.files import sync
 from kernels.support.source import code_sha256

@@ -15,13 +15,13 @@ from transformers import (
 )
 
 from compress.checkpoint.checksums import CHECKSUMS, check_files
-from compress.checkpoint.classes import auto_class, has_decoder
 from compress.checkpoint.files import check_config, check_filled, check_parameters, reading
 from compress.checkpoint.gguf.embedded import EMBEDDED, gguf_file
 from compress.checkpoint.interop.foreign import can_read, load_quantized, quantization_of
 from compress.checkpoint.load import LAYOUT, is_ours, load_compressed
 from compress.checkpoint.on_disk import load_compressed_on_disk
 from compress.checkpoint.tied import settle_tying
+from compress.classes import auto_class, has_decoder
 from compress.inputs.gguf import converted
 from compress.inputs.hub import quick_to_fail, revision
 from compress.inputs.on_disk import load_on_disk

@@ -12,10 +12,10 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from compress.checkpoint.classes import auto_class
 from compress.checkpoint.files import check_filled
 from compress.checkpoint.on_disk import tensors_of
 from compress.checkpoint.tied import differ, set_tied, settle_tying
+from compress.classes import auto_class
 from compress.embedding import find_ends
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Stop

@@ -12,11 +12,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
-from compress.checkpoint.classes import auto_class
 from compress.checkpoint.gguf.embedded import gguf_file
 from compress.checkpoint.load import LAYOUT, load_outline
 from compress.checkpoint.shards import Shards
 from compress.checkpoint.tied import differ, set_tied
+from compress.classes import auto_class
 from compress.embedding import find_ends
 from compress.inputs.gguf import check_header, check_outline, converted_folder
 from compress.inputs.model import decoder_config, located, tiny_config

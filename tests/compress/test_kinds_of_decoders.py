@@ -10,12 +10,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
 from compress import METHODS, apply, load_compressed, load_model, save_compressed
-from compress.checkpoint.classes import auto_class
 from compress.checkpoint.compressed_tensors import CompressedTensors
 from compress.checkpoint.fits import check_save_format
 from compress.checkpoint.gptq import Layout
 from compress.checkpoint.interop.foreign import load_quantized
 from compress.checkpoint.interop.schemes import PACKED, Scheme, fused_linears, vllm_remarks
+from compress.classes import auto_class
 from compress.dropped import Dropped, drop_part, dropped_parts, parts_of
 from compress.embedding import find_ends
 from compress.inputs.on_disk import load_on_disk

@@ -17,13 +17,13 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from compress.checkpoint.classes import auto_class
 from compress.checkpoint.files import CONFIG, fill, reading
 from compress.checkpoint.interop.experts import StoredNames, expert_shapes
 from compress.checkpoint.interop.schemes import PACKED, Scheme, groups_of, scheme_for
 from compress.checkpoint.interop.words import bytes_of_words, from_words
 from compress.checkpoint.load import plain_config, put_linear
 from compress.checkpoint.shards import Shards
+from compress.classes import auto_class
 from compress.formats import Dense, EightBit, Format, IntGroup
 from compress.linear import CompressedLinear
 from compress.result import refuse_save_pretrained
