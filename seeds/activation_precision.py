@@ -71,7 +71,7 @@ RECIPES = {
 TREATMENTS = list(dict.fromkeys(name for cells in RECIPES.values() for name in cells))
 
 
-def cell(record: scoring.Record, recipe: str | None, text: str) -> str:
+def cell(record: scoring.ScoringRecord, recipe: str | None, text: str) -> str:
     """Change of the perplexity, and KL."""
     row = record.rows.get(recipe or "-")
     if row is None or text not in row.kl:
@@ -80,7 +80,7 @@ def cell(record: scoring.Record, recipe: str | None, text: str) -> str:
     return f"{row.perplexity[text][0] / base - 1:+,.1%}, KL {row.kl[text][0]:,.3f}"
 
 
-def matrix(record: scoring.Record, text: str) -> str:
+def matrix(record: scoring.ScoringRecord, text: str) -> str:
     """Markdown: a row for each treatment, a column for each precision."""
     shown = [t for t in TREATMENTS if any(cell(record, cells.get(t), text) != "–" for cells in RECIPES.values())]
     lines = [["", *RECIPES], ["---"] + ["---:"] * len(RECIPES)]
@@ -88,7 +88,7 @@ def matrix(record: scoring.Record, text: str) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def speeds(record: scoring.Record) -> str:
+def speeds(record: scoring.ScoringRecord) -> str:
     """Markdown of the rows that were timed; "" where none was."""
     named = {recipe: f"{precision}, {t}" for precision, cells in RECIPES.items() for t, recipe in cells.items()}
     rows = [(named.get(recipe, "16 bits"), row) for recipe, row in record.rows.items() if row.decode]
@@ -99,7 +99,7 @@ def speeds(record: scoring.Record) -> str:
     return "\n".join(lines)
 
 
-def draw(record: scoring.Record, text: str, path: Path) -> None:
+def draw(record: scoring.ScoringRecord, text: str, path: Path) -> None:
     """KL of every treatment, a group of bars for each precision."""
     import matplotlib.pyplot as plt
 
@@ -120,7 +120,7 @@ def draw(record: scoring.Record, text: str, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def note(record: scoring.Record, path: Path) -> str:
+def note(record: scoring.ScoringRecord, path: Path) -> str:
     """The published page."""
     s, about = record.settings, record.provenance
     counts = ", ".join(f"{n} of {scoring.titled(t)}" for t, n in zip(s["texts"], s["windows"], strict=True))
@@ -169,7 +169,7 @@ def main() -> None:
     timed = {cells[t] for cells in RECIPES.values() for t in given.timed if t in cells}
     given.recipes = given.recipes or [recipe for cells in RECIPES.values() for recipe in cells.values()]
     if given.kept:
-        rows = scoring.Record.read(given.out).rows
+        rows = scoring.ScoringRecord.read(given.out).rows
         given.recipes = [recipe for recipe in given.recipes if recipe in rows]
     given.timed = [recipe for recipe in given.recipes if recipe in timed and "kv_int" not in recipe]
     record = scoring.run(given)

@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scoring import BASELINE, Record, Row, command, options, run, titled
+from scoring import BASELINE, ScoredRow, ScoringRecord, command, options, run, titled
 
 
-def table(record: Record) -> str:
+def table(record: ScoringRecord) -> str:
     """Markdown, a row for each model: the baseline, then the others by their bytes."""
     texts = record.settings["texts"]
     tasks = list(dict.fromkeys(task for row in record.rows.values() for task in row.tasks))
@@ -70,7 +70,7 @@ def recovery_of(tasks: dict[str, dict]) -> str:
     return f"{sum(one['recovery'] for one in tasks.values()) / len(tasks):.1%}"
 
 
-def page(record: Record, command: str, picture: str) -> str:
+def page(record: ScoringRecord, command: str, picture: str) -> str:
     """The published note."""
     s, about = record.settings, record.provenance
     scored = ", ".join(f"{n} of {titled(text)}" for text, n in zip(s["texts"], s["windows"], strict=True))
@@ -105,12 +105,12 @@ def page(record: Record, command: str, picture: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(record: Record, path: Path) -> None:
+def draw(record: ScoringRecord, path: Path) -> None:
     """Bytes against perplexity and KL on the first text, and against decode speed where that was measured."""
     import matplotlib.pyplot as plt
 
     text = record.settings["texts"][0]
-    shown: dict[str, Callable[[Row], float | None]] = {
+    shown: dict[str, Callable[[ScoredRow], float | None]] = {
         f"perplexity on {titled(text)}": lambda row: row.perplexity.get(text, (None,))[0],
         f"KL, nats per token, on {titled(text)}": lambda row: row.kl.get(text, (None,))[0],
     }

@@ -43,7 +43,7 @@ def windows(tokenizer, corpus: str, tokens: int, count: int) -> list[Tensor]:
     raise ValueError(f"`samples` (={count}): {corpus} has {len(found)} texts of {tokens} tokens")
 
 
-class Cost(NamedTuple):
+class CacheCost(NamedTuple):
     """Results of one text: KL in nats per token after the prompt; bytes of the cache, those of them that attention
     reads in place, and those that a token fetches from elsewhere, all as shares of the full cache's."""
 
@@ -54,7 +54,7 @@ class Cost(NamedTuple):
 
 
 @torch.no_grad()
-def losses(model: nn.Module, ids: Tensor, prompt: int, recipes: dict[str, Sequence[Method]]) -> dict[str, Cost]:
+def losses(model: nn.Module, ids: Tensor, prompt: int, recipes: dict[str, Sequence[Method]]) -> dict[str, CacheCost]:
     """{recipe: its cost}"""
     with attached(model) as attachment:
         observed = attachment.cache(observes=True)
@@ -77,7 +77,7 @@ def losses(model: nn.Module, ids: Tensor, prompt: int, recipes: dict[str, Sequen
                 fetched = tiers(step).fetched - before.fetched
             far, fetched = (x * 2 // model.dtype.itemsize for x in (before.far, fetched))
             kl = (full.exp() * (full - read(cache, rest))).sum(-1).mean().item()
-            found[name] = Cost(kl, held / most, (held - far) / most, fetched / most)
+            found[name] = CacheCost(kl, held / most, (held - far) / most, fetched / most)
     return found
 
 

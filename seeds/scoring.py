@@ -37,7 +37,7 @@ AFTER_WEIGHTS = ("quantize_activations", "cache")  # stages whose methods leave 
 
 
 @dataclass
-class Row:
+class ScoredRow:
     """The measurements of one model.
 
     seconds: to compress. is_recipe: of this workbench, not of another tool. perplexity, kl: {text: (value, standard
@@ -57,30 +57,30 @@ class Row:
 
 
 @dataclass
-class Record:
+class ScoringRecord:
     """All rows by name: the recipe of ours, the name of another tool's model, "" of the baseline."""
 
     settings: dict
     provenance: dict
-    rows: dict[str, Row]
+    rows: dict[str, ScoredRow]
 
     @classmethod
-    def read(cls, path: Path) -> "Record":
+    def read(cls, path: Path) -> "ScoringRecord":
         kept = json.loads(path.read_text())
-        return cls(kept["settings"], kept["provenance"], {name: Row(**row) for name, row in kept["rows"].items()})
+        return cls(kept["settings"], kept["provenance"], {name: ScoredRow(**row) for name, row in kept["rows"].items()})
 
     def write(self, path: Path | None) -> None:
         if path:
             path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
-class Bench:
+class ScoringBench:
     """The models of one run: made or read when they are needed."""
 
-    def __init__(self, given: argparse.Namespace, record: Record) -> None:
+    def __init__(self, given: argparse.Namespace, record: ScoringRecord) -> None:
         self.given, self.record = given, record
         self.baseline, self.tokenizer = load_model(given.model)
-        record.rows.setdefault(BASELINE, Row(stored_bytes(self.baseline)))
+        record.rows.setdefault(BASELINE, ScoredRow(stored_bytes(self.baseline)))
         self.others = {name_of(path): path for path in given.others}
         self.models: dict[str, nn.Module] = {}  # with `--in-memory`
         self.seconds: dict[str, float | None] = {}  # that each recipe of this run took
@@ -97,17 +97,17 @@ class Bench:
         for recipe in tqdm(self.given.recipes, desc="recipes", unit="recipe"):
             if recipe not in rows or not self.is_kept(recipe):
                 model, seconds = self.compress(recipe)
-                rows.setdefault(recipe, Row(stored_bytes(model), seconds))
+                rows.setdefault(recipe, ScoredRow(stored_bytes(model), seconds))
                 self.record.write(self.given.out)
             if self.given.sizes and stores_blocks(recipe):
                 model = load_compressed(self.folder(recipe))
                 for megabytes in self.given.sizes:
                     name = f"{recipe}, {megabytes:g} MB"
                     self.sized[name] = recipe, megabytes
-                    rows.setdefault(name, Row(stored_bytes(resize(model, megabytes)), rows[recipe].seconds))
+                    rows.setdefault(name, ScoredRow(stored_bytes(resize(model, megabytes)), rows[recipe].seconds))
         for name, path in self.others.items():
             about = json.loads((path / "peer.json").read_text()) if path.is_dir() else {"bytes": tensor_bytes(path)}
-            rows.setdefault(name, Row(about["bytes"], about.get("seconds"), is_recipe=False))
+            rows.setdefault(name, ScoredRow(about["bytes"], about.get("seconds"), is_recipe=False))
 
     def compress(self, recipe: str) -> tuple[nn.Module, float | None]:
         """The model of a recipe, kept in its folder, and how many seconds it took (None: a part was kept from before).
@@ -240,9 +240,9 @@ def titled(text: str) -> str:
     return Path(text).parent.name if Path(text).suffix else text
 
 
-def measure(given: argparse.Namespace, record: Record) -> None:
+def measure(given: argparse.Namespace, record: ScoringRecord) -> None:
     """Measure everything that the record does not have yet."""
-    bench = Bench(given, record)
+    bench = ScoringBench(given, record)
     bench.make()
     unscored = [name for name in bench.names if set(given.texts) - set(record.rows[name].kl)]
     for at in range(0, len(unscored), given.at_once):
@@ -290,7 +290,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def run(given: argparse.Namespace) -> Record:
+def run(given: argparse.Namespace) -> ScoringRecord:
     """Measure everything that was requested; continues the record of `out`.
 
     Raises:
@@ -316,9 +316,9 @@ def run(given: argparse.Namespace) -> Record:
         raise ValueError(
             "`--in-memory` is for texts: `--tasks`, `--speed-rounds` and `--sizes` need models that are saved"
         )
-    record = Record(settings, provenance(command(), "cpu", "float32", "float32"), {})
+    record = ScoringRecord(settings, provenance(command(), "cpu", "float32", "float32"), {})
     if given.out and given.out.exists():
-        record = Record.read(given.out)
+        record = ScoringRecord.read(given.out)
         if record.settings | {"tasks": given.tasks} != settings:
             raise ValueError(f"`--out` (={given.out}) holds a record of other settings: {record.settings}")
         record.settings = settings

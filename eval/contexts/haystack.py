@@ -60,7 +60,7 @@ class Question:
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class ContextSample:
     """A context, LongTensor [n], with special tokens at the beginning, and questions about it.
 
     depth: in 0..1, the intended place of the first question's needle (it is at the nearest end of a sentence); None if
@@ -87,7 +87,7 @@ Composed = tuple[
 ]  # a plan, tokens of its pieces joined, characters of each token
 
 
-class Task(NamedTuple):
+class HaystackTask(NamedTuple):
     """The way in which a task draws its contexts.
 
     draw: (rng) -> Plan of needles to be hidden in documents, or, if `fewest` is set, (rng, n, depth) -> Plan of a whole
@@ -113,7 +113,7 @@ def samples(
     depths: Sequence[float] | None = None,
     seed: int = 0,
     beginning: Sequence[int] = (),
-) -> list[Sample]:
+) -> list[ContextSample]:
     """Draw samples of a task; sample i depends on the seed, the task, the length and i, and not on `count`.
 
     Args:
@@ -175,7 +175,7 @@ def samples(
             Question(*_split(tokenizer, "\n\n" + ask, answer), tuple(spans[p] for p in held))
             for ask, answer, held in plan.asked
         )
-        drawn.append(Sample(task, context, questions, wanted[i] if spec.deep else None, length))
+        drawn.append(ContextSample(task, context, questions, wanted[i] if spec.deep else None, length))
     return drawn
 
 
@@ -368,13 +368,13 @@ def _kv_retrieval(rng: random.Random, n: int, depth: float) -> HaystackPlan:
     return HaystackPlan(["Below are keys and their values.", *lines], asked)
 
 
-TASKS: dict[str, Task] = {
-    "word": Task(_word),
-    "number": Task(partial(_word, number_first=True)),
-    "multi_key": Task(_multi_key),
-    "multi_value": Task(_multi_value, deep=False),
-    "variable_tracking": Task(_variable_tracking, deep=False),
-    "common_words": Task(_common_words, deep=False, fewest=40, joint="\n"),
-    "frequent_words": Task(_frequent_words, deep=False, fewest=40),
-    "kv_retrieval": Task(_kv_retrieval, fewest=4, joint="\n"),
+TASKS: dict[str, HaystackTask] = {
+    "word": HaystackTask(_word),
+    "number": HaystackTask(partial(_word, number_first=True)),
+    "multi_key": HaystackTask(_multi_key),
+    "multi_value": HaystackTask(_multi_value, deep=False),
+    "variable_tracking": HaystackTask(_variable_tracking, deep=False),
+    "common_words": HaystackTask(_common_words, deep=False, fewest=40, joint="\n"),
+    "frequent_words": HaystackTask(_frequent_words, deep=False, fewest=40),
+    "kv_retrieval": HaystackTask(_kv_retrieval, fewest=4, joint="\n"),
 }

@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 from transformers import Cache
 
 from eval.contexts.answers import FULL, Answer, LongContextScores
-from eval.contexts.haystack import Question, Sample
+from eval.contexts.haystack import ContextSample, Question
 from kernels.clock import clock
 from kernels.support.modes import evaluating
 
@@ -37,7 +37,7 @@ _AT_ONCE = 16  # number of caches for one pass, if `batched` is given; all of th
 @torch.no_grad()
 def score_long_context(
     model: nn.Module,
-    samples: Sequence[Sample],
+    samples: Sequence[ContextSample],
     *,
     observer: Callable[[], Cache],
     variants: Mapping[str, Callable[[Cache], Cache]],
@@ -81,7 +81,7 @@ def score_long_context(
 
 def _ask_all(
     model: nn.Module,
-    sample: Sample,
+    sample: ContextSample,
     read: Cache,
     ways: Mapping[str, Callable[[Cache], Cache]],
     visibilities: Sequence[str],
@@ -130,7 +130,7 @@ def _ask_all(
     return found
 
 
-def _collected(samples: Sequence[Sample], found: Sequence[dict[str, dict[str, Any]]]) -> LongContextScores:
+def _collected(samples: Sequence[ContextSample], found: Sequence[dict[str, dict[str, Any]]]) -> LongContextScores:
     scores = LongContextScores()
     for sample, variants in zip(samples, found, strict=True):
         scores.depths.setdefault((sample.task, sample.length), []).append(sample.depth)
@@ -223,7 +223,7 @@ def _elsewhere(cache: Cache) -> int:
     return sum(x.nbytes * 2 // x.itemsize for x in held)
 
 
-def _kept(sample: Sample, cache: Cache) -> dict[str, Any]:
+def _kept(sample: ContextSample, cache: Cache) -> dict[str, Any]:
     """The positions that each head of each layer keeps, and the share of the first question's needles that they
     include."""
     layers = [layer for layer in cache.own if layer.slabs]
@@ -240,7 +240,7 @@ def _kept(sample: Sample, cache: Cache) -> dict[str, Any]:
 
 
 def _check(
-    model: nn.Module, samples: Sequence[Sample], variants: Mapping[str, Any], visibilities: Sequence[str]
+    model: nn.Module, samples: Sequence[ContextSample], variants: Mapping[str, Any], visibilities: Sequence[str]
 ) -> None:
     if not samples:
         raise ValueError("`samples` (=[]) must hold at least one; `eval.contexts.haystack.samples` makes some")

@@ -30,7 +30,7 @@ from eval.machine.memory import return_freed_memory
 from eval.machine.size import size
 from eval.record.speed import Measure
 from eval.speed.device_lock import undisturbed
-from eval.speed.speed import Variant, clear, contestants, in_groups, make, make_ready, positions, serve
+from eval.speed.speed import TimedModel, clear, contestants, in_groups, make, make_ready, positions, serve
 from eval.speed.work import Work, work
 from kernels.harness.roofline import Ceilings
 from kernels.support.deploy import deployed
@@ -131,7 +131,7 @@ def held_bytes(device: torch.device) -> int:
 
 
 @dataclass
-class _Seen:
+class _Samples:
     """The samples of one model. tensors: bytes of the deployed copy, stored: bytes of its checkpoint, ready: bytes
     added by its cache."""
 
@@ -204,14 +204,14 @@ def measure_efficiency(
     except NotMeasurable as reason:
         use, why_no_use = None, str(reason)
     variants = contestants(models, compiled=False)
-    seen: dict[str, _Seen] = {}
+    seen: dict[str, _Samples] = {}
     progress = tqdm(total=len(models) * (rounds + 1), desc="efficiency", unit="run")
 
-    def prepare(name: str, variant: Variant) -> None:
+    def prepare(name: str, variant: TimedModel) -> None:
         progress.set_postfix_str(f"{name}: loading")
         half = deployed(variant.source)
         taken = size(half)
-        seen[name] = _Seen(taken.resident_bytes, taken.stored_bytes, work(half))
+        seen[name] = _Samples(taken.resident_bytes, taken.stored_bytes, work(half))
         del half
         variant.model = make(variant)
         make_ready(
@@ -246,8 +246,8 @@ def measure_efficiency(
 
 
 def _answer(
-    variant: Variant,
-    seen: _Seen,
+    variant: TimedModel,
+    seen: _Samples,
     prompt_tokens: int,
     new_tokens: int,
     seconds: float,
@@ -273,7 +273,7 @@ def _answer(
     seen.wall_s += watch.wall_s
 
 
-def _speed(seen: _Seen, prompt_tokens: int, new_tokens: int) -> dict[str, Measure]:
+def _speed(seen: _Samples, prompt_tokens: int, new_tokens: int) -> dict[str, Measure]:
     about = f"prompt of {prompt_tokens} tokens, {new_tokens} more, batch 1, eager"
     return {
         "latency": Measure(statistics.median(seen.answers_s), "s", f"median of {len(seen.answers_s)} answers: {about}"),
@@ -283,7 +283,7 @@ def _speed(seen: _Seen, prompt_tokens: int, new_tokens: int) -> dict[str, Measur
     }
 
 
-def _compute(seen: _Seen, device: torch.device, context: int, ceilings: Ceilings | None, why_not: str) -> Measure:
+def _compute(seen: _Samples, device: torch.device, context: int, ceilings: Ceilings | None, why_not: str) -> Measure:
     rate = ceilings.rates.get(seen.work.dtype) if ceilings else None
     reached = seen.work.flops(context, 1) / statistics.median(seen.token_s) / rate if rate else 0.0
     more = f"; decoding does {reached:.2%} of the operations per second that dense products reach here" if rate else ""
@@ -297,7 +297,7 @@ def _compute(seen: _Seen, device: torch.device, context: int, ceilings: Ceilings
     return Measure(seen.cpu_s / (seen.wall_s * threads), "share", note)
 
 
-def _memory(seen: _Seen, device: torch.device) -> Measure:
+def _memory(seen: _Samples, device: torch.device) -> Measure:
     cuda = device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
     mean, peak = seen.tensors + statistics.mean(seen.memory), seen.tensors + max(seen.memory)
@@ -305,7 +305,7 @@ def _memory(seen: _Seen, device: torch.device) -> Measure:
     return Measure(mean, "bytes", f"mean; at the peak {peak / 1e6:,.0f} MB; {peak / total:.2%} {where}'s memory")
 
 
-def _energy(seen: _Seen, new_tokens: int, energy: EnergyCounter | None, why_not: str) -> Measure:
+def _energy(seen: _Samples, new_tokens: int, energy: EnergyCounter | None, why_not: str) -> Measure:
     if energy is None:
         return Measure(None, "J/token", f"not measurable here: {why_not}")
     return Measure(

@@ -42,7 +42,7 @@ def _known_to_inductor() -> None:
 
 
 @dataclass(frozen=True)
-class Weight:
+class GraphWeight:
     """A weight among the inputs of a graph.
 
     index: its place among the inputs. transposed: it is stored as [in, out]. tokens: rows of the product. plain: it is
@@ -94,7 +94,7 @@ class Packing:
     tensors: dict[tuple, tuple[Tensor, Tensor]] = field(default_factory=dict)
     weights: set[int] = field(default_factory=set)
 
-    def rewrite(self, graph: GraphModule, inputs: list) -> tuple[list, list[Weight]]:
+    def rewrite(self, graph: GraphModule, inputs: list) -> tuple[list, list[GraphWeight]]:
         """Change the products of 16-bit CPU weights that are inputs of a graph (of aten operations) into packed ones.
 
         Returns:
@@ -102,12 +102,12 @@ class Packing:
         """
         _known_to_inductor()
         last = next((n for n in reversed(graph.graph.nodes) if n.op == "placeholder"), None)
-        weights: list[Weight] = []
+        weights: list[GraphWeight] = []
         for several in _together(_products(graph)):
             given: list[Node] = []
             for one in several:
                 plain = len(several) > 1 or one.plain
-                weights.append(Weight(one.index, one.transposed, one.tokens, plain))
+                weights.append(GraphWeight(one.index, one.transposed, one.tokens, plain))
                 with graph.graph.inserting_after(last):
                     last = graph.graph.placeholder(f"packed_{len(weights)}")
                 last.meta["val"] = one.weight.meta["val"].new_empty(one.shape)
@@ -118,7 +118,7 @@ class Packing:
         graph.recompile()
         return inputs, weights
 
-    def packed(self, tensor: Tensor, weight: Weight) -> Tensor:
+    def packed(self, tensor: Tensor, weight: GraphWeight) -> Tensor:
         """An input tensor of the graph, laid out for its product."""
         self.weights.add(tensor.data_ptr())
         rows = tensor.t() if weight.transposed else tensor

@@ -49,7 +49,7 @@ from kernels.support.errors import first_line
 
 
 @dataclass
-class Variant:
+class TimedModel:
     """One contestant: made when it is prepared, and freed when it has been timed.
 
     source: the model from which it is made. make: gives the model to compile and the model to run eagerly; often the
@@ -81,7 +81,7 @@ ROOM = 1.5  # free memory needed for another variant, as a multiple of the large
 
 def standard_variants(
     baseline: nn.Module | None, compressed: nn.Module, others: Mapping[str, nn.Module] | None = None
-) -> dict[str, Variant]:
+) -> dict[str, TimedModel]:
     """Compressed models in bfloat16, and the baseline, if any, in float32, in bfloat16, and in its fastest form.
 
     "baseline" is the strongest: compiled, and on a CPU with the fastest 16-bit products. "float32" and "bfloat16" are
@@ -95,12 +95,12 @@ def standard_variants(
     if baseline is None:
         return contestants(models, baseline="")
     variants = contestants({"baseline": baseline, **models})
-    return variants | {name: Variant(baseline, False, plain(getattr(torch, name))) for name in PLAIN}
+    return variants | {name: TimedModel(baseline, False, plain(getattr(torch, name))) for name in PLAIN}
 
 
 def contestants(
     models: Mapping[str, nn.Module], compiled: bool = True, baseline: str | None = None
-) -> dict[str, Variant]:
+) -> dict[str, TimedModel]:
     """Every model in bfloat16, in its fastest form, compiled or without the compiler; the baseline, the first unless
     another is named, is prepacked on a CPU if no other form is faster."""
 
@@ -114,12 +114,12 @@ def contestants(
 
     baseline = next(iter(models), "") if baseline is None else baseline
     ways = {name: best if name == baseline else fast for name in models}
-    return {name: Variant(model, compiled, ways[name], native=not compiled) for name, model in models.items()}
+    return {name: TimedModel(model, compiled, ways[name], native=not compiled) for name, model in models.items()}
 
 
 @torch.no_grad()
 def measure_speed(
-    variants: dict[str, Variant], *, prompt_tokens: int = 512, new_tokens: int = 32, rounds: int = 5, batch: int = 1
+    variants: dict[str, TimedModel], *, prompt_tokens: int = 512, new_tokens: int = 32, rounds: int = 5, batch: int = 1
 ) -> dict[str, Speed]:
     """Time every variant, round by round in turns, after warming each up; the first one twice in each turn.
 
@@ -144,7 +144,7 @@ def measure_speed(
     progress = tqdm(total=len(variants) * (rounds + 1) + rounds, desc="speed", unit="run")
     groups, meter = 0, LoadMeter()
 
-    def prepare(name: str, variant: Variant) -> None:
+    def prepare(name: str, variant: TimedModel) -> None:
         progress.set_postfix_str(f"{name}: {'compiling' if variant.compiled else 'warming up'}")
         make_ready(variant, make(variant), prompt_tokens, new_tokens, batch)
         variant.bytes_a_step = _bytes_a_step(variant.model, prompt_tokens + new_tokens // 2, batch)
@@ -168,10 +168,12 @@ def positions(model: nn.Module) -> int:
     return getattr(model.config, "max_position_embeddings", None) or 1 << 30
 
 
-def in_groups(variants: Mapping[str, Variant], prepare: Callable[[str, Variant], None]) -> Iterator[dict[str, Variant]]:
+def in_groups(
+    variants: Mapping[str, TimedModel], prepare: Callable[[str, TimedModel], None]
+) -> Iterator[dict[str, TimedModel]]:
     """Groups of as many prepared variants as fit into memory; the first variant is in every group, the others are freed
     after theirs."""
-    held: dict[str, Variant] = {}
+    held: dict[str, TimedModel] = {}
     most = 0
     for i, (name, variant) in enumerate(variants.items(), start=1):
         before = _free_bytes(variant)
@@ -188,7 +190,7 @@ def in_groups(variants: Mapping[str, Variant], prepare: Callable[[str, Variant],
 
 
 def in_turns(
-    held: Mapping[str, Variant],
+    held: Mapping[str, TimedModel],
     prompt_tokens: int,
     new_tokens: int,
     rounds: int,
@@ -221,7 +223,7 @@ def in_turns(
                     progress.update()
 
 
-def _times(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int) -> tuple[float, float, float]:
+def _times(variant: TimedModel, prompt_tokens: int, new_tokens: int, batch: int) -> tuple[float, float, float]:
     """Seconds to the first token, of a step alone, and from one token of `generate` to the next."""
     ttft, tokens = _round(variant, prompt_tokens, new_tokens, batch)
     written = _written(variant, prompt_tokens, new_tokens, batch)
@@ -234,7 +236,7 @@ def spreads(twice: Mapping[str, list[float]], rounds: int) -> dict[str, float]:
     return {phase: share for phase, share in found.items() if share is not None}
 
 
-def let_go(variant: Variant) -> None:
+def let_go(variant: TimedModel) -> None:
     """Free the model, its cache and its graphs."""
     clear(variant)
     variant.model = None
@@ -242,7 +244,7 @@ def let_go(variant: Variant) -> None:
     return_freed_memory()
 
 
-def clear(variant: Variant) -> None:
+def clear(variant: TimedModel) -> None:
     """Free the cache and the timed step with its packed weights; the model can then be prepared for another one."""
     if (acceleration := getattr(variant.model, ACCELERATION, None)) is not None:
         acceleration.remove()  # it refers to the step's weights
@@ -251,7 +253,7 @@ def clear(variant: Variant) -> None:
     variant.packing.weights.clear()
 
 
-def _free_bytes(variant: Variant) -> int:
+def _free_bytes(variant: TimedModel) -> int:
     """Free bytes of memory on this variant's device."""
     device = next(variant.source.parameters()).device
     if device.type == "cuda":
@@ -268,7 +270,7 @@ def _bytes_a_step(model: nn.Module, context: int, batch: int) -> float | None:
     return done.weight_bytes(batch) + done.cache_bytes(context, batch)
 
 
-def _speed(v: Variant, settings: TimingSettings, bandwidth: float, spread_of: dict[str, float], load: Load) -> Speed:
+def _speed(v: TimedModel, settings: TimingSettings, bandwidth: float, spread_of: dict[str, float], load: Load) -> Speed:
     batch, prompt = settings.batch or 1, settings.prompt_tokens or 1
     decode, step = ([batch / s for s in seconds] for seconds in (v.written_s, v.token_s))
     prefill = [batch * prompt / s for s in v.ttft_s]
@@ -298,14 +300,14 @@ def quartiles(values: list[float]) -> tuple[float, float]:
     return low, high
 
 
-def make(variant: Variant) -> nn.Module:
+def make(variant: TimedModel) -> nn.Module:
     """Make the model of a variant; returns the form for eager execution."""
     variant.model, eager = variant.make(variant.source)
     variant.dtype = str(variant.model.dtype).removeprefix("torch.")
     return eager
 
 
-def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_tokens: int, batch: int = 1) -> None:
+def make_ready(variant: TimedModel, eager: nn.Module, prompt_tokens: int, new_tokens: int, batch: int = 1) -> None:
     """Run everything once eagerly, which also makes the cache's tensors; then compiled, if requested and possible."""
     length = -(-(prompt_tokens + new_tokens) // 64) * 64
     cache = variant.cache = static_cache(variant.model, length)
@@ -336,7 +338,7 @@ def make_ready(variant: Variant, eager: nn.Module, prompt_tokens: int, new_token
         variant.execution += "; huge pages"
 
 
-def _read_tensors(variant: Variant) -> Iterator[Tensor]:
+def _read_tensors(variant: TimedModel) -> Iterator[Tensor]:
     """The tensors that decoding reads: weights, in the model's or the packing's form, and the cache."""
     yield from variant.model.parameters()
     yield from variant.model.buffers()
@@ -400,7 +402,7 @@ class GraphDecoder:
         NotNative: the step cannot be captured.
     """
 
-    def __init__(self, variant: Variant, prompt: Step, positions: int, batch: int) -> None:
+    def __init__(self, variant: TimedModel, prompt: Step, positions: int, batch: int) -> None:
         self.prompt, self.cache = prompt, variant.cache
         with recording() as self.kernels:
             self.graphs = Graphs(variant.model)
@@ -428,7 +430,7 @@ class GraphDecoder:
         return largest
 
 
-def fast_decoder(variant: Variant, prompt_tokens: int, batch: int = 1) -> FastDecoder | GraphDecoder:
+def fast_decoder(variant: TimedModel, prompt_tokens: int, batch: int = 1) -> FastDecoder | GraphDecoder:
     """Prepare a variant's model for prompts of this length and for single tokens; passes that are not native are
     compiled, or run op by op if the variant must not be compiled. On a GPU, steps are replayed from a CUDA graph.
 
@@ -477,14 +479,14 @@ def _step(model: nn.Module, cache: StaticCache) -> Step:
     return step
 
 
-def _prompt(variant: Variant, prompt_tokens: int, batch: int) -> tuple[Tensor, Tensor]:
+def _prompt(variant: TimedModel, prompt_tokens: int, batch: int) -> tuple[Tensor, Tensor]:
     """A prompt [batch, tokens] for every row, all of them different, and its positions [1, tokens]."""
     device = next(variant.source.parameters()).device
     ids = torch.arange(batch * prompt_tokens) * 7919 % variant.source.get_input_embeddings().num_embeddings
     return ids.view(batch, prompt_tokens).to(device), torch.arange(prompt_tokens, device=device)[None]
 
 
-def _round(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int = 1) -> tuple[float, list[float]]:
+def _round(variant: TimedModel, prompt_tokens: int, new_tokens: int, batch: int = 1) -> tuple[float, list[float]]:
     """Seconds to the first token of every row, and for each later one."""
     device = next(variant.source.parameters()).device
     prompt, positions = _prompt(variant, prompt_tokens, batch)
@@ -515,7 +517,7 @@ class _Stamps(BaseStreamer):
         """Called by `generate` at the end."""
 
 
-def _written(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int = 1) -> list[float]:
+def _written(variant: TimedModel, prompt_tokens: int, new_tokens: int, batch: int = 1) -> list[float]:
     """Seconds from each token of `generate` behind a prompt to the next one."""
     prompt, _ = _prompt(variant, prompt_tokens, batch)
     stamps = _Stamps(prompt.device)
@@ -523,6 +525,6 @@ def _written(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int =
     return [after - before for before, after in itertools.pairwise(stamps.times[1:])]
 
 
-def serve(variant: Variant, prompt_tokens: int, new_tokens: int, batch: int = 1) -> tuple[float, list[float]]:
+def serve(variant: TimedModel, prompt_tokens: int, new_tokens: int, batch: int = 1) -> tuple[float, list[float]]:
     """One request to a prepared variant: seconds to its first tokens, and for each later token of every row."""
     return _round(variant, prompt_tokens, new_tokens, batch)

@@ -18,7 +18,7 @@ from eval.machine.load import LoadMeter
 from eval.record.speed import GridRow, SpeedGrid, TimingSettings
 from eval.speed.device_lock import timing_threads, undisturbed
 from eval.speed.speed import (
-    Variant,
+    TimedModel,
     clear,
     contestants,
     in_groups,
@@ -91,7 +91,7 @@ def measure_speed_grid(
     progress = tqdm(total=len(variants) * len(cells) * (rounds + 1) + len(cells), desc="speed grid", unit="run")
     eager: dict[str, nn.Module] = {}
 
-    def prepare(name: str, variant: Variant) -> None:
+    def prepare(name: str, variant: TimedModel) -> None:
         progress.set_postfix_str(f"{name}: loading")
         eager[name] = make(variant)
         if not variant.compiled:
@@ -127,7 +127,7 @@ def measure_speed_grid(
 
 
 def _ready(
-    held: dict[str, Variant], eager: dict[str, nn.Module], batch: int, prompt: int, new_tokens: int, progress: tqdm
+    held: dict[str, TimedModel], eager: dict[str, nn.Module], batch: int, prompt: int, new_tokens: int, progress: tqdm
 ) -> None:
     """Prepare all models for a cell, all executed in the same way."""
     for name, variant in held.items():
@@ -145,7 +145,7 @@ def _ready(
         variant.compiled, variant.execution = True, f"{why}: {', '.join(failed)}"
 
 
-def _rows(held: dict[str, Variant], batch: int, prompt: int, new_tokens: int) -> list[GridRow]:
+def _rows(held: dict[str, TimedModel], batch: int, prompt: int, new_tokens: int) -> list[GridRow]:
     first = held["baseline"]
     rows = []
     for name, v in held.items():

@@ -23,7 +23,7 @@ from compress.plan import check_recipe
 from compress.recipe import parse_recipe, parse_recipes
 from compress.walk.identity import code_sha256, tokens_sha256, weights_sha256
 from eval.contexts.answers import LongContextScores
-from eval.contexts.haystack import NOISE, Sample, samples
+from eval.contexts.haystack import NOISE, ContextSample, samples
 from eval.contexts.long_context import score_long_context
 from eval.evaluate import Scores
 from eval.record.files import write_whole
@@ -60,7 +60,7 @@ class CacheRecipes:
 class Haystacks:
     """The contexts of a run; shows the end of one context and its question in Jupyter."""
 
-    samples: list[Sample]
+    samples: list[ContextSample]
     shown: str
 
     def _repr_html_(self) -> str:
@@ -191,7 +191,7 @@ class Finished(MutableMapping[tuple[int, str], dict[str, Any]]):
 def score_caches(
     model: nn.Module,
     recipes: CacheRecipes,
-    samples: Sequence[Sample],
+    samples: Sequence[ContextSample],
     visibilities: Sequence[str],
     work_path: str | None = None,
 ) -> LongContextScores:

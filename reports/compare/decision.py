@@ -27,7 +27,7 @@ _BOUNDS = {  # kind of the measure: its bound in words, from the allowed loss as
 }
 
 
-class Choice(NamedTuple):
+class Suggestion(NamedTuple):
     """One answer: for what, which recipe, and its numbers, each as text. name: "" if there is no such recipe, and then
     `purpose` is a sentence."""
 
@@ -41,7 +41,7 @@ class Decision:
     """The answers for the models of one pair of weights. about: their name if the page has several."""
 
     about: str
-    choices: tuple[Choice, ...]
+    choices: tuple[Suggestion, ...]
     remarks: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -135,12 +135,14 @@ def _decide(field: Field, about: str, loss: float) -> Decision:
     best = min(own, key=lambda s: (s.effect.cost, s.amount.value))
     smallest = _smallest(own, allowed(field.axis, loss))
     bound = _BOUNDS[field.axis.quantities[0].kind](loss)
-    choices = [Choice(f"No recipe has {bound}")]
+    choices = [Suggestion(f"No recipe has {bound}")]
     if smallest:
         purpose = f"Smallest with {bound}{', and most accurate' * (smallest is best)}"
-        choices = [Choice(purpose, field.name(smallest), field.numbers(smallest) + _at_worst(field, smallest, loss))]
+        choices = [
+            Suggestion(purpose, field.name(smallest), field.numbers(smallest) + _at_worst(field, smallest, loss))
+        ]
     if smallest is not best:
-        choices.append(Choice("most accurate", field.name(best), field.numbers(best)))
+        choices.append(Suggestion("most accurate", field.name(best), field.numbers(best)))
     choices += [fast for spots in field.speeds if (fast := _fastest(field, spots))]
     remarks = [f"Avoid {avoid}." for avoid in _avoided(field)] + _alike(field, own, best) + _asked(field.axis)
     return Decision(about, tuple(choices), tuple(remarks))
@@ -173,7 +175,7 @@ def _at_worst(field: Field, spot: Spot, loss: float) -> str:
     return f", at the end of its interval {field.axis.written(end)}" if end > allowed(field.axis, loss) else ""
 
 
-def _fastest(field: Field, spots: Sequence[Spot]) -> Choice | None:
+def _fastest(field: Field, spots: Sequence[Spot]) -> Suggestion | None:
     """The fastest of the models that were timed alike, unless it may be no faster than the baseline."""
     base = next((s for s in spots if s.variant.baseline), None)
     own = [s for s in spots if not s.variant.baseline]
@@ -182,11 +184,11 @@ def _fastest(field: Field, spots: Sequence[Spot]) -> Choice | None:
     behind = f" {what.of}" if what.of else ""
     drifted = drift([s.variant for s in spots], fastest.variant, what)
     if base and not ahead(fastest.amount, base.amount, drifted):
-        return Choice(f"none decodes faster than {field.name(base)}{behind}, beyond noise")
+        return Suggestion(f"none decodes faster than {field.name(base)}{behind}, beyond noise")
     alike = [s for s in own if s is not fastest and not ahead(fastest.amount, s.amount, drifted)]
     noise = f"; within its noise {listed([field.name(s) for s in alike], 2)}" if alike else ""
     speed = f"{number.ratio:.2f}× the baseline’s speed" if number.ratio else f"{fastest.amount.value:,.1f} tokens/s"
-    return Choice(f"fastest{behind}", field.name(fastest), f"{speed}, {field.accuracy(fastest.effect.cost)}{noise}")
+    return Suggestion(f"fastest{behind}", field.name(fastest), f"{speed}, {field.accuracy(fastest.effect.cost)}{noise}")
 
 
 def _alike(field: Field, own: Sequence[Spot], best: Spot) -> list[str]:

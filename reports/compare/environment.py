@@ -10,14 +10,14 @@ from reports.parts.text import clean, listed, plural, public
 _KEYS = ("commit", "dirty", "versions", "hardware", "threads", "device", "dtype", "deploy_dtype", "flags")
 
 
-class Difference(NamedTuple):
+class EnvironmentDifference(NamedTuple):
     """A key of the provenance with its values, the most frequent first, and the runs that have each."""
 
     key: str
     found: list[tuple[str, str]]
 
 
-def differences(outcomes: Sequence[RunOutcome], most: int = 6) -> list[Difference]:
+def differences(outcomes: Sequence[RunOutcome], most: int = 6) -> list[EnvironmentDifference]:
     """The keys of the provenance that differ between runs.
 
     Args:
@@ -33,7 +33,7 @@ def differences(outcomes: Sequence[RunOutcome], most: int = 6) -> list[Differenc
             by_count = sorted(values.items(), key=lambda pair: -len(pair[1]))
             shown = [(value, f"{plural(len(names), 'run')}: {listed(names, 3)}") for value, names in by_count[:most]]
             shown += [(f"{len(by_count) - most} more values", "")] if len(by_count) > most else []
-            rows.append(Difference(clean(key, 80), shown))
+            rows.append(EnvironmentDifference(clean(key, 80), shown))
     return rows
 
 

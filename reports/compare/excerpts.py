@@ -63,7 +63,7 @@ def flips(found: Sequence[Variant], path_of: PathOfSamples = samples_link, scale
     return Flips(kept, len(rows) - len(kept), examples, len(every) - len(examples))
 
 
-class Divergence(NamedTuple):
+class TextDivergence(NamedTuple):
     number: int
     recipe: str
     of: GenerationRow
@@ -90,19 +90,19 @@ class Prompt:
     more: int = 0
 
 
-class Generations(NamedTuple):
+class Excerpts(NamedTuple):
     """hidden: rows that are not shown; more: prompts that are not shown; files: {link: run}."""
 
-    rows: list[Divergence]
+    rows: list[TextDivergence]
     hidden: int
     prompts: list[Prompt]
     more: int
     files: dict[str, str]
 
 
-def generations(found: Sequence[Variant], path_of: PathOfSamples = samples_link, scale: float = 1.0) -> Generations:
+def generations(found: Sequence[Variant], path_of: PathOfSamples = samples_link, scale: float = 1.0) -> Excerpts:
     """The first differences of generations, by recipe and temperature; some texts, and files of all texts."""
-    rows: list[Divergence] = []
+    rows: list[TextDivergence] = []
     files: dict[str, str] = {}
     prompts: dict[tuple[str, float, str], Prompt] = {}
     cut = max(120, round(600 * min(1.0, scale)))
@@ -113,7 +113,7 @@ def generations(found: Sequence[Variant], path_of: PathOfSamples = samples_link,
             files.setdefault(href, clean(v.run.key, 100))
         if v.baseline:
             continue
-        rows += [Divergence(v.number, v.recipe, row) for row in made.rows if row.model == v.name]
+        rows += [TextDivergence(v.number, v.recipe, row) for row in made.rows if row.model == v.name]
         for sample in (s for s in made.samples or record.samples if v.name in s.texts):
             key = (sample.prompt, sample.temperature or 0.0, sample.texts.get("baseline", ""))
             one = prompts.setdefault(key, Prompt(clean(key[0], 300), key[1], clean(key[2], cut)))
@@ -125,4 +125,4 @@ def generations(found: Sequence[Variant], path_of: PathOfSamples = samples_link,
         one.more = max(0, len(one.texts) - texts)
         one.texts = one.texts[:texts]
     kept, most = rows[: max(4, round(MAX_ROWS * scale))], max(4, round(20 * scale))
-    return Generations(kept, len(rows) - len(kept), shown, len(prompts) - len(shown), dict(list(files.items())[:most]))
+    return Excerpts(kept, len(rows) - len(kept), shown, len(prompts) - len(shown), dict(list(files.items())[:most]))

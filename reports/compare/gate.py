@@ -57,7 +57,7 @@ class Checked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
+class GateResult:
     """Every limit with the values that it was given."""
 
     rows: tuple[Checked, ...]
@@ -90,7 +90,7 @@ class Gate:
     limits: tuple[Limit, ...]
     file: str
 
-    def of(self, a: RunRecord, b: RunRecord) -> Answer:
+    def of(self, a: RunRecord, b: RunRecord) -> GateResult:
         """The answer for the compressed model of run `b`, compared with that of run `a`.
 
         Raises:
@@ -109,7 +109,7 @@ class Gate:
                 )
             rows += [_checked(name, limit, a, b) for name in names]
         self._check_guards(rows)
-        return Answer(tuple(rows))
+        return GateResult(tuple(rows))
 
     def _check_guards(self, rows: list[Checked]) -> None:
         """Raise ValueError if the limits of a metric leave it free where it is bad."""

@@ -44,7 +44,7 @@ class Column(NamedTuple):
     better: int
 
 
-class Cell(NamedTuple):
+class BoardMark(NamedTuple):
     """text: in the column's unit; error: ± or the spread; change: relative to the baseline; mark: best, alike or
     nothing."""
 
@@ -56,7 +56,7 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class BoardRow:
     """A model. number: 0 for a baseline; run: key of its run (the number of runs, for a baseline of several), marked if
     it is stale; href: of the run's report."""
 
@@ -66,7 +66,7 @@ class Row:
     model: str
     run: str
     href: str
-    cells: tuple[Cell, ...]
+    cells: tuple[BoardMark, ...]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Leaderboard:
     """Rows as data, with a representation for Jupyter and, as `markdown()`, for a terminal."""
 
     columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[BoardRow, ...]
     hidden: int = 0
 
     @property
@@ -130,7 +130,7 @@ class Leaderboard:
             ]
         }
 
-    def _recipe(self, row: Row) -> str:
+    def _recipe(self, row: BoardRow) -> str:
         return f"{row.recipe}, {row.model}" if self.several_models else row.recipe
 
 
@@ -156,13 +156,15 @@ def of_variants(found: Sequence[Variant], most: int = MAX_ROWS) -> Leaderboard:
     rows = [_baseline(same, columns, twins[same[0].weights] > 1) for same in bases[:most]]
     for v in kept:
         cells = tuple(
-            Cell(text=LOST) if c.what in v.lost else _cell(v.numbers.get(c.what), c, marks.get((v.number, c.what), ""))
+            BoardMark(text=LOST)
+            if c.what in v.lost
+            else _cell(v.numbers.get(c.what), c, marks.get((v.number, c.what), ""))
             for c in columns
         )
         named = (
             "" if v.name in ("compressed", v.recipe) or "(" in v.name else clean(v.name, 80)
         )  # otherwise it repeats the recipe
-        rows.append(Row(v.number, v.recipe, named, v.model, _run(v), link(v.run.href, "report.html"), cells))
+        rows.append(BoardRow(v.number, v.recipe, named, v.model, _run(v), link(v.run.href, "report.html"), cells))
     return Leaderboard(tuple(columns), tuple(rows), len(rest) - len(kept) + max(len(bases) - most, 0))
 
 
@@ -191,13 +193,13 @@ def _columns(found: Sequence[Variant]) -> list[Column]:
     return columns
 
 
-def _baseline(same: list[Variant], columns: Sequence[Column], several: bool) -> Row:
+def _baseline(same: list[Variant], columns: Sequence[Column], several: bool) -> BoardRow:
     """A baseline that was measured in these runs: medians, and the range if they differ."""
     first, cells = same[0], []
     for column in columns:
         numbers = [v.numbers[column.what] for v in same if column.what in v.numbers]
         if not numbers:
-            cells.append(Cell())
+            cells.append(BoardMark())
             continue
         values = [n.value for n in numbers]
         number = numbers[0]._replace(value=statistics.median(values), ratio=None)
@@ -206,12 +208,12 @@ def _baseline(same: list[Variant], columns: Sequence[Column], several: bool) -> 
         cells.append(_cell(number, column, ""))
     run, href = (_run(first), first.run.href) if len(same) == 1 else (plural(len(same), "run"), "")
     name = f"{first.run.measured.provenance.dtype}, {first.machine}" if several else ""
-    return Row(0, first.label, name, first.model, clean(run, 100), link(href, "report.html"), tuple(cells))
+    return BoardRow(0, first.label, name, first.model, clean(run, 100), link(href, "report.html"), tuple(cells))
 
 
-def _cell(number: Number | None, column: Column, mark: str) -> Cell:
+def _cell(number: Number | None, column: Column, mark: str) -> BoardMark:
     if number is None:
-        return Cell()
+        return BoardMark()
     _, _, factor, digits, _ = _HEADS[column.what.kind]
     kind = column.what.kind
     if kind == "task":
@@ -236,7 +238,7 @@ def _cell(number: Number | None, column: Column, mark: str) -> Cell:
         change = f"{number.ratio * 100:.0f} %"
     elif number.ratio is not None:
         change = f"{number.ratio:.2f}×"
-    return Cell(number.value, text, error, change, mark)
+    return BoardMark(number.value, text, error, change, mark)
 
 
 def _marks(found: Sequence[Variant], columns: Sequence[Column]) -> dict[tuple[int, Quantity], str]:
@@ -267,6 +269,6 @@ def _same(v: Variant, best: Variant, what: Quantity, way: int, drifted: float) -
     return not ahead(theirs, mine, drifted)
 
 
-def _flat(cell: Cell) -> str:
+def _flat(cell: BoardMark) -> str:
     mark = {"best": "★ ", "alike": "≈ "}.get(cell.mark, "")
     return " ".join(filter(None, (f"{mark}{cell.text}", cell.error, f"({cell.change})" if cell.change else "")))

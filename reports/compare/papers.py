@@ -23,7 +23,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Source:
+class FigureSource:
     """The record of a measurement: its file below reports/published, and the figures of the value by key path."""
 
     file: str
@@ -39,7 +39,7 @@ class Source:
 @dataclass(frozen=True)
 class Measurement(Claim):
     command: str
-    record: Source | None
+    record: FigureSource | None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from eval.record.compression import AllocationRecord, LayerRecord
 from eval.record.rows import RunRecord, typed
 from reports.parts import plots
 from reports.parts.figures import Figures
-from reports.parts.plots import ACCENT, Line
+from reports.parts.plots import ACCENT, BlockLine
 from reports.parts.text import clean
 
 _LOSSES = {
@@ -48,7 +48,7 @@ def _said(layers: Sequence[LayerRecord], made: AllocationRecord) -> list[str]:
 
 def _bits(layers: Sequence[LayerRecord]) -> str:
     panels = {
-        kind: [Line("bits", ACCENT, [(block, layer.bits_per_weight) for block, layer in of])]
+        kind: [BlockLine("bits", ACCENT, [(block, layer.bits_per_weight) for block, layer in of])]
         for kind, of in plots.by_kind(layers).items()
     }
     summary = "Stored bits per weight of each linear by block."

@@ -20,7 +20,7 @@ _ORDER = ("right to wrong", "wrong to right", "other answer, as right", "same an
 
 
 @dataclass(frozen=True)
-class Line:
+class SampleLine:
     """A line of a file of answers (`eval.tasks.tasks.TaskScores.save`)."""
 
     doc_id: int | None
@@ -41,7 +41,7 @@ class Line:
         return weights[self.choices.index(choice)] / sum(weights)
 
 
-class Answer(NamedTuple):
+class ModelAnswer(NamedTuple):
     """A model's answer, its probability, and that of the expected answer."""
 
     text: str
@@ -50,14 +50,14 @@ class Answer(NamedTuple):
     p_expected: float | None
 
 
-class Question(NamedTuple):
+class AskedQuestion(NamedTuple):
     """A question with the answers of the models. changed: how the compressed model's differs from the baseline's."""
 
     task: str
     number: int | None
     question: str
     expected: str
-    answers: list[Answer]
+    answers: list[ModelAnswer]
     changed: str
 
 
@@ -65,7 +65,7 @@ class Answers(NamedTuple):
     """left: questions that are not shown."""
 
     models: list[str]
-    questions: list[Question]
+    questions: list[AskedQuestion]
     left: int
 
 
@@ -79,42 +79,44 @@ def context(run: RunRecord, folder: Path | None) -> Answers | None:
     models = [name for name in run.models if name in files][:MAX_MODELS]
     if folder is None or len(models) < 2 or models[0] != "baseline":
         return None
-    found: list[Question] = []
+    found: list[AskedQuestion] = []
     for task in files["baseline"]:
         found += _questions(task, [_lines(folder, files[model].get(task)) for model in models])
     found.sort(key=lambda one: _ORDER.index(one.changed))
     return Answers(models, found[:MAX_QUESTIONS], len(found[MAX_QUESTIONS:])) if found else None
 
 
-def _lines(folder: Path, file: str | None) -> dict[tuple, Line]:
+def _lines(folder: Path, file: str | None) -> dict[tuple, SampleLine]:
     """The lines of a file in the folder, by question; {} if it is not there, lies elsewhere, or is damaged."""
     path = (folder / (file or "")).resolve()
     if not file or not path.is_relative_to(folder.resolve()):
         return {}
     try:
         with path.open(encoding="utf-8") as text:
-            lines = [row(Line, made) for made in map(json.loads, islice(text, _READ)) if isinstance(made, Mapping)]
+            lines = [
+                row(SampleLine, made) for made in map(json.loads, islice(text, _READ)) if isinstance(made, Mapping)
+            ]
     except (OSError, ValueError, RecursionError):
         return {}
     return {(line.doc_id, line.doc_hash): line for line in lines}
 
 
-def _questions(task: str, of: list[dict[tuple, Line]]) -> Iterator[Question]:
+def _questions(task: str, of: list[dict[tuple, SampleLine]]) -> Iterator[AskedQuestion]:
     for key, first in of[0].items():
         lines = [lines.get(key) for lines in of]
         answers = [_answer(line) for line in lines]
         shown = (clean(task, 60), first.doc_id, _end(first.question, 500), clean(first.gold, 200))
-        yield Question(*shown, answers, _changed(*lines[:2]))
+        yield AskedQuestion(*shown, answers, _changed(*lines[:2]))
 
 
-def _answer(line: Line | None) -> Answer:
+def _answer(line: SampleLine | None) -> ModelAnswer:
     if line is None:
-        return Answer("", None, None, None)
+        return ModelAnswer("", None, None, None)
     right = None if line.right not in (0.0, 1.0) else bool(line.right)
-    return Answer(clean(line.answer, 200), right, line.probability(line.answer), line.probability(line.gold))
+    return ModelAnswer(clean(line.answer, 200), right, line.probability(line.answer), line.probability(line.gold))
 
 
-def _changed(before: Line, after: Line | None) -> str:
+def _changed(before: SampleLine, after: SampleLine | None) -> str:
     if after is None:
         return ""
     if before.right != after.right and {before.right, after.right} == {0.0, 1.0}:

@@ -259,7 +259,7 @@ def _against_temperature(by: dict[float, list[GenerationRow]]) -> str:
     return spread(panels, columns=3, key="temperatures", x_label="temperature (0 is greedy)", summary=summary)
 
 
-class Written(NamedTuple):
+class WrittenText(NamedTuple):
     """A model's text: the part that it shares with the baseline's, and the rest."""
 
     model: str
@@ -273,7 +273,7 @@ class ShownSample(NamedTuple):
 
     prompt: str
     how: str
-    texts: list[Written]
+    texts: list[WrittenText]
     left: int
 
 
@@ -290,6 +290,6 @@ def _sample(sample: Sample) -> ShownSample:
         if name in sample.first_difference:
             at = sample.first_difference[name]
             how = "the same, token for token" if at is None else f"differs from token {at + 1} on"
-        shown.append(Written(name, how, text[:shared], text[shared:]))
+        shown.append(WrittenText(name, how, text[:shared], text[shared:]))
     how = _temperature(sample.temperature or 0) + ("" if sample.seed is None else f", seed {sample.seed}")
     return ShownSample(_short(sample.prompt, MAX_PROMPT), how, shown, len(sample.texts) - len(shown))

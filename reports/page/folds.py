@@ -10,7 +10,7 @@ from eval.record.metrics import fmt
 from eval.record.reading import row
 from reports.parts import plots
 from reports.parts.figures import Figures
-from reports.parts.plots import ACCENT, SECOND, Line, finite
+from reports.parts.plots import ACCENT, SECOND, BlockLine, finite
 
 MAX_CHANNELS = 4  # links shown channel by channel
 _Kinds = dict[str, list[tuple[int, FoldRecord]]]  # links of a kind with the numbers of their blocks
@@ -162,7 +162,9 @@ def _magnitudes(kinds: _Kinds) -> str:
     ]
     panels = {
         kind: [
-            Line(f"{measure} {when}", colour, [(b, getattr(getattr(f, f"x_{when}"), measure)) for b, f in of], style)
+            BlockLine(
+                f"{measure} {when}", colour, [(b, getattr(getattr(f, f"x_{when}"), measure)) for b, f in of], style
+            )
             for measure, when, colour, style in lines
         ]
         for kind, of in kinds.items()
@@ -172,7 +174,9 @@ def _magnitudes(kinds: _Kinds) -> str:
 
 
 def _alphas(kinds: _Kinds) -> str:
-    panels = {kind: [Line("alpha", ACCENT, [(block, fold.alpha) for block, fold in of])] for kind, of in kinds.items()}
+    panels = {
+        kind: [BlockLine("alpha", ACCENT, [(block, fold.alpha) for block, fold in of])] for kind, of in kinds.items()
+    }
     summary = "Chosen alpha of every link by block."
     return plots.by_depth(panels, key="alphas", label="alpha", summary=summary, log=False)
 
@@ -182,8 +186,8 @@ def _errors(kinds: _Kinds) -> str:
     moved = "transform" if any(_is_rotation(fold) for of in kinds.values() for _, fold in of) else "scales"
     panels = {
         kind: [
-            Line(f"with the {moved}", ACCENT, [(block, fold.error_after) for block, fold in of]),
-            Line("without", SECOND, [(block, fold.error_before) for block, fold in of], "--"),
+            BlockLine(f"with the {moved}", ACCENT, [(block, fold.error_after) for block, fold in of]),
+            BlockLine("without", SECOND, [(block, fold.error_before) for block, fold in of], "--"),
         ]
         for kind, of in measured.items()
     }

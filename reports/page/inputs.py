@@ -8,7 +8,7 @@ from typing import Any
 from eval.record.compression import Magnitudes
 from eval.record.metrics import fmt
 from reports.parts import plots
-from reports.parts.plots import ACCENT, INK, MUTED, SECOND, Line
+from reports.parts.plots import ACCENT, INK, MUTED, SECOND, BlockLine
 from reports.parts.text import clean
 
 STYLES = ((SECOND, "-"), (INK, ":"), (MUTED, "--"), (INK, "-."), (SECOND, "--"))
@@ -37,7 +37,7 @@ def said(inputs: Inputs) -> str:
 
 def by_depth(inputs: Inputs, measure: str) -> str:
     """A panel for each kind of input, with a line for each model; the last line is on top."""
-    kinds: dict[str, list[Line]] = defaultdict(list)
+    kinds: dict[str, list[BlockLine]] = defaultdict(list)
     for i, (model, found) in enumerate(reversed(inputs.items())):
         colour, style = STYLES[(i - 1) % len(STYLES)] if i else (ACCENT, "-")
         points: dict[str, list[tuple[int, float]]] = defaultdict(list)
@@ -45,7 +45,7 @@ def by_depth(inputs: Inputs, measure: str) -> str:
             block, kind = plots.place_of(name, position)
             points[kind].append((block, value))
         for kind, of in points.items():
-            kinds[f"input of\n{kind}"].append(Line(model, colour, of, style))
+            kinds[f"input of\n{kind}"].append(BlockLine(model, colour, of, style))
     label = MEASURES[measure]
     return plots.by_depth(kinds, key=f"inputs-{measure}", label=label, summary=f"{label} by block, log scale.")
 

@@ -8,7 +8,7 @@ from eval.record.compression import DropRecord, LayerRecord
 from eval.record.rows import RunRecord, Strengths, typed
 from reports.parts import plots
 from reports.parts.figures import Figures
-from reports.parts.plots import ACCENT, SECOND, Line
+from reports.parts.plots import ACCENT, SECOND, BlockLine
 from reports.parts.strengths import strength_tables
 
 SPARSE = 0.005  # a weight with a smaller share of zeros is not called sparse: rounding makes some zeros, too
@@ -105,8 +105,8 @@ def _importance(drops: Sequence[DropRecord]) -> str:
     for kind, name in _KINDS.items():
         own = [(d.block, d.importance, d.order) for d in drops if d.kind == kind and d.block is not None]
         panels[name] = [
-            Line("dropped", SECOND, [(block, value) for block, value, order in own if order], "none", 6),
-            Line("all", ACCENT, [(block, value) for block, value, _ in own]),
+            BlockLine("dropped", SECOND, [(block, value) for block, value, order in own if order], "none", 6),
+            BlockLine("all", ACCENT, [(block, value) for block, value, _ in own]),
         ]
     summary = "One minus the cosine of the residual stream before and after each layer, by block, log scale."
     return plots.by_depth(panels, key="importance", label="1 − cosine", summary=summary)
@@ -114,7 +114,7 @@ def _importance(drops: Sequence[DropRecord]) -> str:
 
 def _sparsity(layers: Sequence[LayerRecord]) -> str:
     lines = {
-        kind: [Line("zeros", ACCENT, [(block, 100 * (layer.sparsity or 0)) for block, layer in of])]
+        kind: [BlockLine("zeros", ACCENT, [(block, 100 * (layer.sparsity or 0)) for block, layer in of])]
         for kind, of in plots.by_kind(layers).items()
     }
     summary = "Share of zeros of each linear by block."

@@ -119,7 +119,7 @@ def ticked(ax: Axes, decades: float = 2) -> None:
     ax.minorticks_off()
 
 
-class Line(NamedTuple):
+class BlockLine(NamedTuple):
     """One line of a panel: its label, its colour, and (block, value) for each point."""
 
     label: str
@@ -134,8 +134,8 @@ def layer_errors(layers: Sequence[LayerRecord], method: str) -> str:
     round-to-nearest."""
     panels = {
         kind: [
-            Line(method, ACCENT, [(block, layer.error) for block, layer in of]),
-            Line("round to nearest", SECOND, [(block, layer.rtn_error) for block, layer in of], "--"),
+            BlockLine(method, ACCENT, [(block, layer.error) for block, layer in of]),
+            BlockLine("round to nearest", SECOND, [(block, layer.rtn_error) for block, layer in of], "--"),
         ]
         for kind, of in by_kind(layers).items()
     }
@@ -144,7 +144,7 @@ def layer_errors(layers: Sequence[LayerRecord], method: str) -> str:
 
 
 @drawn
-def by_depth(panels: dict[str, list[Line]], *, key: str, label: str, summary: str, log: bool = True) -> str:
+def by_depth(panels: dict[str, list[BlockLine]], *, key: str, label: str, summary: str, log: bool = True) -> str:
     """Values against the number of the block: a panel per title, with the first lines on top."""
     kept = {
         clean(title, 80): [

@@ -26,7 +26,7 @@ TOKENS = 1000
 WIDTH = 64  # width of the networks of `kvzap`, which have random weights
 
 
-class Case(NamedTuple):
+class CacheCase(NamedTuple):
     """A policy of ours, its knobs, and what makes the peer's press of its package, a folder and the share that goes."""
 
     policy: str
@@ -57,15 +57,15 @@ def _kvzap(peer: ModuleType, folder: Path, ratio: float) -> Any:
 
 _snap = _plain("SnapKVPress", window_size=32, kernel_size=5)
 CASES = {
-    "streaming": Case("streaming", {}, _plain("StreamingLLMPress", n_sink=4)),
-    "knorm": Case("knorm", {}, _plain("KnormPress")),
-    "keydiff": Case("keydiff", {}, _plain("KeyDiffPress")),
-    "tova": Case("tova", {}, _plain("TOVAPress")),
-    "snapkv": Case("snapkv", {"observed": 32}, _snap),
-    "snapkv, ada": Case("snapkv", {"observed": 32, "allocation": "ada"}, _ada),
-    "expected_attention": Case("expected_attention", {}, _plain("ExpectedAttentionPress", epsilon=1e-2)),
-    "kvzip": Case("kvzip", {}, _plain("KVzipPress")),
-    "kvzap, the same networks": Case("kvzap", {"allocation": "uniform", "sinks": 0, "recent": 0}, _kvzap),
+    "streaming": CacheCase("streaming", {}, _plain("StreamingLLMPress", n_sink=4)),
+    "knorm": CacheCase("knorm", {}, _plain("KnormPress")),
+    "keydiff": CacheCase("keydiff", {}, _plain("KeyDiffPress")),
+    "tova": CacheCase("tova", {}, _plain("TOVAPress")),
+    "snapkv": CacheCase("snapkv", {"observed": 32}, _snap),
+    "snapkv, ada": CacheCase("snapkv", {"observed": 32, "allocation": "ada"}, _ada),
+    "expected_attention": CacheCase("expected_attention", {}, _plain("ExpectedAttentionPress", epsilon=1e-2)),
+    "kvzip": CacheCase("kvzip", {}, _plain("KVzipPress")),
+    "kvzap, the same networks": CacheCase("kvzap", {"allocation": "uniform", "sinks": 0, "recent": 0}, _kvzap),
 }
 
 

@@ -50,7 +50,7 @@ RANDOM = "random-1b"
 
 
 @dataclass(frozen=True)
-class Point:
+class SpeedPoint:
     """Settings of a timing: threads, sequences at a time, tokens read before decoding."""
 
     threads: int
@@ -62,7 +62,7 @@ class Point:
 
 
 @dataclass
-class Row:
+class SpeedRow:
     """One contestant: bytes without the tokenizer, tokens per second of each round by point, perplexity and KL from
     the uncompressed model (value, standard error), the KL of its prompts as they are timed, how it ran, and the points
     at which it did not (how its program ended)."""
@@ -110,7 +110,7 @@ def llama_bench(
     return max((found["samples_ts"] for found in json.loads(out)), key=statistics.mean)
 
 
-def file_speed(environments: Path, file: Path, point: Point, new_tokens: int) -> tuple[float, float]:
+def file_speed(environments: Path, file: Path, point: SpeedPoint, new_tokens: int) -> tuple[float, float]:
     """Tokens per second of a GGUF file, (prefill, decode), in one repetition after llama.cpp's own warm-up."""
     if point.batch == 1:
         how = {"repeats": 1, "threads": point.threads}
@@ -127,7 +127,7 @@ def file_speed(environments: Path, file: Path, point: Point, new_tokens: int) ->
     return max(one["speed_pp"] for one in found), max(one["speed_tg"] for one in found)
 
 
-def folder_speed(environments: Path, folder: Path, point: Point, new_tokens: int) -> tuple[float, float]:
+def folder_speed(environments: Path, folder: Path, point: SpeedPoint, new_tokens: int) -> tuple[float, float]:
     """Tokens per second of a folder of OpenVINO, (prefill, decode), in one repetition after a warm-up."""
     place = (environments / "openvino").absolute()
     what = {"--threads": point.threads, "--batch": point.batch, "--prompt-tokens": point.prompt_tokens}
@@ -183,9 +183,9 @@ class Comparison:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, SpeedRow] = {}
         if given.out and given.out.is_file():
-            self.rows = {name: Row(**row) for name, row in json.loads(given.out.read_text())["rows"].items()}
+            self.rows = {name: SpeedRow(**row) for name, row in json.loads(given.out.read_text())["rows"].items()}
         self.model, self.tokenizer = random_model() if given.model == RANDOM else load_model(given.model)
         # Every loss is measured against this; `self.model` is a contestant, which is cast in place.
         self.reference = deployed(self.model, torch.float32).eval() if given.accuracy else self.model
@@ -196,12 +196,12 @@ class Comparison:
         files = random_files(given, self.model, self.tokenizer) if given.model == RANDOM else named
         self.files = {f"llama.cpp {stem.partition('-')[0]}": path for stem, path in files.items()}
         for name, model in self.models.items():
-            self.rows.setdefault(name, Row(size(cast(model, torch.bfloat16)).stored_bytes))
+            self.rows.setdefault(name, SpeedRow(size(cast(model, torch.bfloat16)).stored_bytes))
         for name, path in self.files.items():
-            self.rows.setdefault(name, Row(tensor_bytes(path)))
+            self.rows.setdefault(name, SpeedRow(tensor_bytes(path)))
         self.folders = {f"OpenVINO {path.name.removeprefix('openvino-')}": path for path in given.openvino}
         for name, path in self.folders.items():
-            self.rows.setdefault(name, Row(json.loads((path / "peer.json").read_text())["bytes"]))
+            self.rows.setdefault(name, SpeedRow(json.loads((path / "peer.json").read_text())["bytes"]))
         self.rows = {name: self.rows[name] for name in (*self.models, *self.files, *self.folders)}
 
     def ours(self, what: str) -> nn.Module:
@@ -239,7 +239,7 @@ class Comparison:
             self.rows[name].kl = divergences[name].kl, divergences[name].kl_stderr
             self.write()
 
-    def time(self, point: Point) -> None:
+    def time(self, point: SpeedPoint) -> None:
         """All contestants in turns at one point."""
         given, key = self.given, str(point)
         if all(key in row.failed or len(row.decode.get(key, [])) >= given.rounds for row in self.rows.values()):
@@ -285,7 +285,7 @@ def how_it_died(error: subprocess.CalledProcessError) -> str:
     return ((error.stderr or "").strip().splitlines() or [f"exit code {error.returncode}"])[-1]
 
 
-def table(rows: dict[str, Row], point: Point) -> str:
+def table(rows: dict[str, SpeedRow], point: SpeedPoint) -> str:
     """Markdown: bytes, loss and speeds at one point."""
     key = str(point)
     with_loss = any(row.kl for row in rows.values())
@@ -302,18 +302,18 @@ def table(rows: dict[str, Row], point: Point) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def grid(given: argparse.Namespace) -> dict[str, list[Point]]:
+def grid(given: argparse.Namespace) -> dict[str, list[SpeedPoint]]:
     """The quantities varied in the panels of the figure: threads, sequences at a time, tokens before."""
     at = {"threads": given.threads, "batch": 1, "prompt_tokens": given.prompt_tokens}
     few = at | {"prompt_tokens": 128}
     return {
-        "threads": [Point(**at | {"threads": n}) for n in range(1, given.threads + 1)],
-        "sequences": [Point(**few | {"batch": n}) for n in given.batches],
-        "tokens before": [Point(**at | {"prompt_tokens": n}) for n in given.contexts],
+        "threads": [SpeedPoint(**at | {"threads": n}) for n in range(1, given.threads + 1)],
+        "sequences": [SpeedPoint(**few | {"batch": n}) for n in given.batches],
+        "tokens before": [SpeedPoint(**at | {"prompt_tokens": n}) for n in given.contexts],
     }
 
 
-def draw(rows: dict[str, Row], points: dict[str, list[Point]], path: Path) -> None:
+def draw(rows: dict[str, SpeedRow], points: dict[str, list[SpeedPoint]], path: Path) -> None:
     """Decoded tokens per second against the quantity varied in each panel."""
     import matplotlib.pyplot as plt
 
@@ -336,9 +336,9 @@ def draw(rows: dict[str, Row], points: dict[str, list[Point]], path: Path) -> No
     figure.savefig(path, metadata={"Date": None})
 
 
-def page(rows: dict[str, Row], given: argparse.Namespace) -> str:
+def page(rows: dict[str, SpeedRow], given: argparse.Namespace) -> str:
     """The note: the table at the chosen lengths, and the figure where other points were measured."""
-    first = Point(given.threads, 1, given.prompt_tokens)
+    first = SpeedPoint(given.threads, 1, given.prompt_tokens)
     scored = (
         f" Perplexity and KL (from the uncompressed model, nats per token) are on {given.accuracy} windows of"
         f" {given.window} tokens of wikitext-2, in float32, with the weights that each file or model holds; as"
@@ -392,7 +392,7 @@ def main() -> None:
     comparison = Comparison(given)
     if given.accuracy:
         comparison.score(given.accuracy)
-    points = [Point(given.threads, 1, given.prompt_tokens)]
+    points = [SpeedPoint(given.threads, 1, given.prompt_tokens)]
     if given.grid:
         points = list(dict.fromkeys([*points, *(point for many in grid(given).values() for point in many)]))
     for point in points:

@@ -76,7 +76,7 @@ HALVES = {"w1": ("w13", 0), "gate_proj": ("w13", 0), "w3": ("w13", 1), "up_proj"
 
 
 @dataclass
-class Row:
+class ExpertsRow:
     """One family and scheme. refused: the reason of the workbench. problems: why it is not the same model."""
 
     family: str
@@ -103,7 +103,7 @@ def main() -> int:
         if not row.refused:
             read(options, row)
         row_file(options, family, scheme).write_text(json.dumps(asdict(row)))
-    rows = judged([Row(**json.loads(row_file(options, *pair).read_text())) for pair in pairs])
+    rows = judged([ExpertsRow(**json.loads(row_file(options, *pair).read_text())) for pair in pairs])
     text = table(rows)
     print(text)
     if options.write:
@@ -111,9 +111,9 @@ def main() -> int:
     return 1 if any(row.problems for row in rows if row.scheme != CONTROL) else 0
 
 
-def save(options: argparse.Namespace, family: str, scheme: str) -> Row:
+def save(options: argparse.Namespace, family: str, scheme: str) -> ExpertsRow:
     """Compress and save, which compares with transformers, and write vLLM's task."""
-    row, folder = Row(family, scheme), options.work / family / folder_name(scheme)
+    row, folder = ExpertsRow(family, scheme), options.work / family / folder_name(scheme)
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     model = random_model(family).to(dtype_of(scheme))
@@ -133,7 +133,7 @@ def save(options: argparse.Namespace, family: str, scheme: str) -> Row:
     return row
 
 
-def compress_and_save(model: nn.Module, folder: Path, row: Row) -> None:
+def compress_and_save(model: nn.Module, folder: Path, row: ExpertsRow) -> None:
     """Compress the model, save it as compressed-tensors, and note in the row what transformers reads or why not."""
     result = apply(parse_recipe(SCHEMES[row.scheme]), model, [])
     try:
@@ -160,7 +160,7 @@ def ask(options: argparse.Namespace, place: Path, folders: list[Path]) -> None:
         subprocess.run(command, timeout=options.limit_s, **how)
 
 
-def read(options: argparse.Namespace, row: Row) -> None:
+def read(options: argparse.Namespace, row: ExpertsRow) -> None:
     """Compare what vLLM answered."""
     folder = options.work / row.family / folder_name(row.scheme)
     if not Path(f"{folder}.vllm.json").is_file():
@@ -177,7 +177,7 @@ def read(options: argparse.Namespace, row: Row) -> None:
         row.vllm += f", {row.same_tokens} of {NEW_TOKENS} greedy tokens the same"
 
 
-def judged(rows: list[Row]) -> list[Row]:
+def judged(rows: list[ExpertsRow]) -> list[ExpertsRow]:
     """Another text in vLLM is a problem of ours where vLLM writes transformers' text for the uncompressed model."""
     control = {row.family: row.same_tokens for row in rows if row.scheme == CONTROL}
     for row in rows:
@@ -281,7 +281,7 @@ The models are small and random: 2 layers, 8 experts, 256 channels. {machine}
 """
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[ExpertsRow]) -> str:
     """The page: what was measured, and one row for each checkpoint."""
     machine = hardware()
     processor = machine if isinstance(machine, str) else machine.get("cpu", str(machine))
@@ -294,7 +294,7 @@ def table(rows: Sequence[Row]) -> str:
     return introduction + "".join(f"| {row.family} | {row.scheme} | {' | '.join(cells(row))} |\n" for row in rows)
 
 
-def cells(row: Row) -> tuple[str, str]:
+def cells(row: ExpertsRow) -> tuple[str, str]:
     if row.refused:
         return f"refused by the workbench: {row.refused}", "–"
     return row.transformers, "; ".join(filter(None, (row.vllm, *row.problems)))

@@ -34,7 +34,7 @@ def last_position_only(model: ov.Model) -> None:
     model.validate_nodes_and_infer_types()
 
 
-class Decoder:
+class OpenVinoDecoder:
     """A compiled model with its state."""
 
     def __init__(self, path: str, threads: int) -> None:
@@ -60,7 +60,7 @@ class Decoder:
         return out["logits"][:, -1].argmax(-1)[:, None]
 
 
-def serve(decoder: Decoder, prompt: np.ndarray, new_tokens: int) -> tuple[float, float]:
+def serve(decoder: OpenVinoDecoder, prompt: np.ndarray, new_tokens: int) -> tuple[float, float]:
     """Seconds until the first token, and median seconds of each of the tokens after it."""
     decoder.reset()
     start = time.perf_counter()
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=64)
     given = parser.parse_args()
-    decoder = Decoder(given.model, given.threads)
+    decoder = OpenVinoDecoder(given.model, given.threads)
     prompt = np.random.default_rng(0).integers(10, 1000, (given.batch, given.prompt_tokens))
     serve(decoder, prompt, 4)  # the first pass allocates
     first, later = serve(decoder, prompt, given.new_tokens)

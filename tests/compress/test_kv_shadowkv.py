@@ -16,7 +16,7 @@ from compress.kv.reading.reader import Reader
 from compress.kv.storage import joined
 from compress.kv.tiers import tiers
 from compress.kv.timed import FilledCache
-from eval.contexts.haystack import Question, Sample
+from eval.contexts.haystack import ContextSample, Question
 from eval.contexts.long_context import score_long_context
 
 SHADOW = METHODS["shadowkv"]
@@ -197,7 +197,7 @@ def test_an_observing_cache_is_divided_as_if_it_had_always_been(tiny, tokens):
 def test_an_evaluation_says_what_lies_elsewhere(tiny, tokens):
     """In 16 bits, as it counts the rest."""
     model, (context, ask) = tiny("llama"), [one[0] for one in tokens(2, 80)]
-    sample = Sample("word", context, (Question(ask[:5], ask[5:8], ((3, 9),)),), 0.5, 80)
+    sample = ContextSample("word", context, (Question(ask[:5], ask[5:8], ((3, 9),)),), 0.5, 80)
     with attached(model) as attachment:
         found = score_long_context(
             model,

@@ -10,7 +10,7 @@ from compress.kv import CacheBatch, attached
 from compress.kv.timed import FilledCache
 from compress.recipe import parse_recipe
 from eval.contexts.answers import bootstrap
-from eval.contexts.haystack import Question, Sample
+from eval.contexts.haystack import ContextSample, Question
 from eval.contexts.long_context import VISIBILITIES, score_long_context
 from eval.speed import cache_speed
 from eval.speed.cache_speed import measure_cache_speed
@@ -30,7 +30,7 @@ def sample(tiny, tokens):
     for _ in range(4):
         ids = torch.cat([ids, model(ids[None]).logits[0, -1:].argmax(-1)])
     questions = Question(ask, ids[45:], ((3, 9), (20, 22))), Question(other, wrong, ((30, 34),))
-    return model, Sample("word", context, questions, 0.5, 40)
+    return model, ContextSample("word", context, questions, 0.5, 40)
 
 
 def scored(model, samples, **more):
@@ -126,8 +126,8 @@ def test_evicted_positions_change_the_scores(sample):
 
 def test_bad_input(sample):
     model, one = sample
-    alone = Sample("word", one.context, one.questions[:1], 0.5, 40)
-    longer = Sample("word", torch.zeros(130, dtype=torch.long), one.questions, None, 130)
+    alone = ContextSample("word", one.context, one.questions[:1], 0.5, 40)
+    longer = ContextSample("word", torch.zeros(130, dtype=torch.long), one.questions, None, 130)
     for samples, more, message in (
         ([], {}, "`samples`"),
         ([one], {"visibilities": ["hidden"]}, "`visibilities`.*agnostic"),

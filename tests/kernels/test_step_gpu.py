@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from transformers import DynamicCache
 
 from compress import METHODS, apply
-from eval.speed.speed import GraphDecoder, Variant
+from eval.speed.speed import GraphDecoder, TimedModel
 from kernels.step.cache import static_cache
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.gpu.body import FusedBody, largest
@@ -196,7 +196,7 @@ def test_measured_speed_takes_graphs_steps_behind_its_own_prompt(tiny):
         return logits[:, -1].argmax(-1, keepdim=True)
 
     prompt(ids, at), cache.reset()
-    decoder = GraphDecoder(Variant(model, False, model=model, cache=cache), prompt, 64, 1)
+    decoder = GraphDecoder(TimedModel(model, False, model=model, cache=cache), prompt, 64, 1)
     written = [decoder(ids, at)]
     for place in range(12, 20):
         written.append(decoder(written[-1], torch.tensor([[place]])))
