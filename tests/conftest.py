@@ -42,6 +42,7 @@ else:
     USUAL = ()
 
 gc.freeze()  # nor is any of them looked at again
+gc.set_threshold(10_000, 10, 10)
 gc.enable()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")

@@ -74,7 +74,7 @@ for use in (w, *([to_prepacked(w)] if "cpu" in sys.argv else [])):
 """
 
 
-@pytest.mark.parametrize("cap", ["AVX512_CORE", "AVX2"])
+@pytest.mark.parametrize("cap", ["AVX512_CORE", pytest.param("AVX2", marks=pytest.mark.slow)])  # neither has VNNI
 def test_products_of_8_bits_are_exact_where_onednn_is_kept_from_vnni(cap):
     """oneDNN then adds pairs of products in 16 bits, which saturates: these are wrong by half."""
     run = [sys.executable, "-c", EIGHT_BITS, *(["cpu"] if native.integers() else [])]

@@ -35,7 +35,7 @@ outside = pytest.mark.skipif(INSIDE, reason="runs outside the interpreter's proc
 
 
 def every_check() -> Iterator:
-    """Of every op; in turns as many as $EVERY says: all of them, or the first and every fifth."""
+    """Of every op; in turns as many as $EVERY says: all of them, or the first and every eighth."""
     every = int(os.environ.get(EVERY, "1"))
     for op in OPS if INSIDE else ():
         if (ROOT / "kernels" / op / "cases.py").exists():
@@ -72,7 +72,7 @@ def test_codes_of_a_transform_are_those_of_what_it_would_have_stored(dtype, colu
 @needs_triton
 @outside
 @pytest.mark.long
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_kernel_is_right_in_the_interpreter(every, monkeypatch):
     monkeypatch.setenv(EVERY, str(every))
     out = run(

@@ -30,6 +30,7 @@ int posix_memalign(void **to, size_t a, size_t n) { return (*to = filled(__libc_
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(native.why_not() is not None, reason=f"no C++ kernels here: {native.why_not()}")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator is replaced as Linux does it")
 def test_no_result_depends_on_it(tmp_path):

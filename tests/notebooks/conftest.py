@@ -87,13 +87,20 @@ def plain_processes():
 
 
 @pytest.fixture
+def forked_kernels(forked, monkeypatch) -> str:
+    """Kernels that this process and its children start are forked (see `warm.py`). Gives the address of what forks."""
+    (*_, address), variables = forked
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return address
+
+
+@pytest.fixture
 def runs(tmp_path, request, monkeypatch) -> Path:
     """The folder of the test's runs, of which nothing may be alive when it ends. Their workers and kernels are forked
     (see `warm.py`), unless the test asks for plain processes."""
     if "plain_processes" not in request.fixturenames:
-        (*_, address), variables = request.getfixturevalue("forked")
-        for name, value in (variables | {"FORKED_WORKERS": address}).items():
-            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("FORKED_WORKERS", request.getfixturevalue("forked_kernels"))
     yield tmp_path / "runs"
     assert not marked(place_of(tmp_path / "runs")), "something of a run is still alive"
 

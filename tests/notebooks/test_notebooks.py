@@ -70,7 +70,7 @@ def expect_start(made, scores, html):
     assert base["perplexity_pydocs"] < small["perplexity_pydocs"] and small["kl_pydocs"] > 0
     saved = sum(layer["shape"][0] * layer["shape"][1] * (16 - layer["bits_per_weight"]) / 8 for layer in made["layers"])
     assert base["stored_bytes"] - small["stored_bytes"] == pytest.approx(saved, rel=0.001)
-    assert saved > 0.09 * base["stored_bytes"], "a sixth of the blocks in a quarter of their bytes"
+    assert saved > 0.036 * base["stored_bytes"], "a fifteenth of the blocks in a quarter of their bytes"
 
 
 def expect_smoothquant(made, scores, html):
@@ -119,6 +119,7 @@ def expect_rotations(made, scores, html):
 
 
 FIRST = "*.[5-9].*,*.[12]?.*"  # leaves the first 5 of 30 blocks, where that proves the same
+TWO = "*.[2-9].*,*.[12]?.*"  # leaves the first two
 FEW = "*.[1-9].*,*.[12]?.*"  # leaves the first one
 METHOD_OF = {
     "start_here": "gptq",
@@ -127,7 +128,7 @@ METHOD_OF = {
 }  # where the notebook is not called after its method
 # Per notebook: parameters beside SMALL, the format of its linears and their number, and what else must hold.
 EXPECTED = {
-    "start_here": ({"group_size": -1, "skip": FIRST}, "int_group", 35, expect_start),
+    "start_here": ({"group_size": -1, "skip": TWO}, "int_group", 14, expect_start),
     "gptq": ({"skip": FEW, "write_tokens": 0}, "int_group", 7, expect_gptq),
     "smoothquant": ({"compare": "", "skip": FIRST, "write_tokens": 0}, "eight_bit", 35, expect_smoothquant),
     "rotations": ({"transform": f"flatquant(steps=1, skip={FEW!r})", "weight_bits": 16, "skip": FEW, "beside": "",
@@ -563,7 +564,7 @@ def test_injected_cells_are_found():
 
 
 @pytest.mark.parametrize("tagged", [0, 1, 2])
-def test_given_parameters_take_effect_or_the_run_stops(tagged, tmp_path):
+def test_given_parameters_take_effect_or_the_run_stops(tagged, tmp_path, forked_kernels):
     """papermill injects at the top without a tagged cell, and behind the first of two: the cells after it win."""
     cell = "bits: int = 4  # bits"
     tags = [{"tags": ["parameters"]} if i < tagged else {} for i in range(2 if tagged == 2 else 1)]

@@ -49,6 +49,7 @@ def task_path(tmp_path):
     return str(folder)
 
 
+@pytest.mark.long
 def test_everything_is_measured_and_reported(tmp_path, task_path, monkeypatch, run_cells):
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
     monkeypatch.setattr(measures, "measure_efficiency", partial(measures.measure_efficiency, rounds=1, seconds=0.1))
