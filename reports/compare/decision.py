@@ -246,7 +246,9 @@ def standing(planes: Sequence[PlaneModels], found: Sequence[Variant], name: str)
 
 def _judged(field: Field, mine: Spot, spots: Sequence[Spot], kind: str) -> tuple[str, str]:
     """Good, bad or neither, and why, for the bytes or the speed of a model."""
-    named = {"stored": "its size", "cache": "the size of its cache", "decode": "its speed"}.get(kind, f"its speed {kind}")
+    named = {"stored": "its size", "cache": "the size of its cache", "decode": "its speed"}.get(
+        kind, f"its speed {kind}"
+    )
     if mine.standing.status == "front":
         others = plural(len(spots) - 1, "other model")
         like = "as small" if mine.amount.sign < 0 else "as fast"
