@@ -100,7 +100,7 @@ def index_row(one: RunOutcome) -> IndexRow:
         one.stale,
         clean(record.recipe_of("compressed") or "", 200),
         clean(model, 80),
-        clean(record.run.started, 19),
+        clean(record.run.started[:19], 19),  # without the offset, which is that of UTC
         duration,
         "" if duration is None else _took(duration),
         *_accuracy(record),

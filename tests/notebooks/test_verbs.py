@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 import types
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,17 @@ def test_runs_are_listed_filtered_and_deleted(sweep, runs, capsys, monkeypatch):
     assert f"{done} is running" in said.err and place.complete() and not (runs / f"{failed}.failed").exists()
     assert main([*here, "--delete", done]) == 0 and not place.folder.exists()
     assert done not in (runs / "index.html").read_text()
+
+
+def test_the_age_of_a_run_is_that_of_its_record(tmp_path, capsys, monkeypatch):
+    """Of a run that was copied a moment ago; and no folder is searched for each of many runs."""
+    record = json.loads(next((ROOT / "reports" / "published").glob("gptq-smollm2-135m*.json")).read_text())
+    record["run"]["started"] = (datetime.now(UTC) - timedelta(days=5)).isoformat(timespec="seconds")
+    (run := tmp_path / "key").mkdir()
+    (run / "record.json").write_text(json.dumps(record))
+    (run / "notebook.ipynb").write_text("{}")
+    monkeypatch.setattr(RunFolder, "everything", None)
+    assert main(["list", "--runs", str(tmp_path)]) == 0 and capsys.readouterr().out.endswith("5 days\n")
 
 
 @pytest.mark.parametrize("record", [True, False])
