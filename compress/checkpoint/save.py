@@ -13,12 +13,12 @@ from typing import Any
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from compress.checkpoint.bitsandbytes import Bitsandbytes
 from compress.checkpoint.card import write_card
 from compress.checkpoint.checksums import write_checksums
 from compress.checkpoint.compressed_tensors import CompressedTensors
 from compress.checkpoint.gguf import GGUF
 from compress.checkpoint.gptq import GPTQFormat
+from compress.checkpoint.interop.bitsandbytes import Bitsandbytes
 from compress.checkpoint.load import load_compressed
 from compress.checkpoint.save_format import INFO_FILE, Checkpoint, CheckpointInfo, SaveFormat, Verification
 from compress.checkpoint.shards import SHARD_BYTES, room_for, weight_bytes

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from compress import METHODS, apply, save_compressed
-from compress.checkpoint.bitsandbytes import Bitsandbytes
 from compress.checkpoint.fits import check_save_format
+from compress.checkpoint.interop.bitsandbytes import Bitsandbytes
 from compress.checkpoint.save import check_holds
 from compress.formats import BnbInt8, BnbNF4
 from compress.linear import CompressedLinear
