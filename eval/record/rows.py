@@ -229,8 +229,9 @@ class RunRecord:
 
     @property
     def disturbed(self) -> str:
-        """What else used the processor while speeds were measured, in words; "" if nothing is known of it."""
-        loads = [one.load for one in self.speed.values()] + [self.speed_grid.load]
+        """What else used the processor while the main speeds were measured, in words; "" if nothing is known of it. The
+        grid of batches and prompts has a load of its own."""
+        loads = [one.load for one in self.speed.values()]
         loads += [self.cache.speed.load] if self.cache and self.cache.speed else []
         return next(filter(None, map(noise.disturbed, loads)), "")
 

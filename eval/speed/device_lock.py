@@ -30,7 +30,7 @@ from kernels.support.user_cache import cache_folder
 WAITING = "WORKBENCH_WAITING"  # names a file that exists while this process waits, so that the wait is not counted
 LOCKS = "WORKBENCH_LOCKS"  # names another folder for the locks, such as one that several users share
 POLL_S = 0.2
-SAY_AGAIN_S = 60.0  # seconds after which the wait is reported again
+SAY_AGAIN_S = 60.0  # seconds after which it is looked up again who has the device
 _WITHOUT = "a run that times nothing (speed_rounds=0, of caches speed_contexts=[]) does not wait"
 _shared: dict[str, IO] = {}  # devices that this process shares
 _cards: dict[str, IO] = {}  # files in which this process describes itself
@@ -145,18 +145,19 @@ def _take(file: IO, how: int, name: str) -> IO:
         flock(file, how | AT_ONCE)
         return file
     note = Path(os.environ[WAITING]) if os.environ.get(WAITING) else None
-    begin, said = time.monotonic(), -SAY_AGAIN_S
+    begin, looked, said = time.monotonic(), -SAY_AGAIN_S, ""
     since = datetime.now().strftime("%H:%M:%S")
     try:
         while True:
             passed = time.monotonic() - begin
-            if passed - said >= SAY_AGAIN_S:
+            if passed - looked >= SAY_AGAIN_S:
                 text = f"waits since {since} for the device {name}: {'; '.join(holders(name)) or 'another run has it'}"
-                print(f"This run {text}; {_WITHOUT}", flush=True)
+                if text != said:  # another run has it now
+                    print(f"This run {text}; {_WITHOUT}", flush=True)
                 if note:
                     with contextlib.suppress(OSError):
                         note.write_text(f"{text}; {_WITHOUT}", encoding="utf-8")
-                said = passed
+                looked, said = passed, text
             time.sleep(POLL_S)
             with contextlib.suppress(BlockingIOError):
                 flock(file, how | AT_ONCE)

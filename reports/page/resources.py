@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eval.record.metrics import fmt, number
+from eval.record.noise import disturbed
 from eval.record.rows import RunRecord
 from eval.record.speed import Cost, CostRow, GridRow, Measure, SpeedGrid
 from reports.page.verdict import timing_note
@@ -78,6 +79,7 @@ def _grid(grid: SpeedGrid) -> dict[str, Any]:
         "settings": grid.settings,
         "counts": grid.counts,
         "timing_note": timing_note(grid.spread, grid.load),
+        "disturbed": disturbed(grid.load),
     }
 
 

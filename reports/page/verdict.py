@@ -20,12 +20,13 @@ def verdict(record: RunRecord) -> list[str]:
     for corpus in record.corpora:
         said += _perplexity(record, corpus)
     decodes = "decodes" if record.by_generate else "takes a decoding step"
-    for does, metric in ((decodes, "decode_tokens_per_s"), ("reads a prompt", "prefill_tokens_per_s")):
-        ratio = record.ratio(metric)
-        if ratio is not None:
-            said.append(_speed(does, ratio, record.counts(metric)))
+    does = {"decode_tokens_per_s": decodes, "prefill_tokens_per_s": "reads a prompt"}
+    ratios = {metric: ratio for metric in does if (ratio := record.ratio(metric)) is not None}
     if record.disturbed:
-        said.append(f"Speeds are noisy and not compared: {record.disturbed}.")
+        read = " and ".join(f"{does[metric]} {ratio:.2f}× as fast" for metric, ratio in ratios.items())
+        said.append(f"Speeds are noisy and not compared: {record.disturbed}{f' (it {read})' if read else ''}.")
+    else:
+        said += [_speed(does[metric], ratio, record.counts(metric)) for metric, ratio in ratios.items()]
     return said + [note if note.endswith((".", "!", "?")) else f"{note}." for note in record.notes]
 
 
