@@ -776,7 +776,7 @@ def test_fewer_bits_make_a_real_model_worse_at_reading(data, stories):
         0.3 < found.metrics["baseline"]["bits_per_byte_tinystories_local"] < 0.6
     )  # perplexity 3.5 at 4 bytes a token: 0.45
     beside = found.compared["rough"]["tinystories_local"]
-    assert beside["n"] == 6 and 0.5 < beside["recovery_low"] <= beside["recovery"] <= beside["recovery_high"] < 1
+    assert beside.n == 6 and 0.5 < beside.recovery_low <= beside.recovery <= beside.recovery_high < 1
 
 
 @pytest.mark.slow
@@ -793,7 +793,7 @@ def test_fewer_bits_lose_answers_of_a_real_model(data, real):
     )
     assert found.metrics["baseline"]["acc_sciq_local"] > 0.7
     beside = found.compared["rough"]["sciq_local"]
-    assert beside["right_to_wrong"] > beside["wrong_to_right"] and beside["recovery_high"] < 1
+    assert beside.right_to_wrong > beside.wrong_to_right and beside.recovery_high < 1
 
 
 def test_task_files_of_others_are_code_that_must_be_trusted(folder, monkeypatch):
