@@ -184,6 +184,8 @@ def _fastest(field: Field, spots: Sequence[Spot]) -> Suggestion | None:
     behind = f" {what.of}" if what.of else ""
     drifted = drift([s.variant for s in spots], fastest.variant, what)
     if base and not ahead(fastest.amount, base.amount, drifted):
+        if why := next(filter(None, (s.variant.run.measured.disturbed for s in (fastest, base))), ""):
+            return Suggestion(f"no speed{behind} counts, because {why}")
         return Suggestion(f"none decodes faster than {field.name(base)}{behind}, beyond noise")
     alike = [s for s in own if s is not fastest and not ahead(fastest.amount, s.amount, drifted)]
     noise = f"; within its noise {listed([field.name(s) for s in alike], 2)}" if alike else ""

@@ -50,6 +50,15 @@ def test_an_interval_that_reaches_beyond_the_loss_is_said():
     assert decided(one, loss=0.2)[0].choices[0].numbers.endswith("−4 points")
 
 
+def test_speeds_of_a_disturbed_run_are_said_not_to_count():
+    record = copy.deepcopy(read_record(next(PUBLISHED.glob("recipe-smollm2-135m-intel*.json"))))
+    for row in record["speed"].values():
+        row["load"] = {"others": 0.3, "stolen": 0.0, "seconds": 9.0}
+    made = str(decided(RunOutcome("busy", "n", "finished", record=record))[0])
+    assert "no speed counts, because other processes took 30 % of the processor while it was timed" in made
+    assert "none decodes faster" not in made
+
+
 def test_what_to_avoid_is_beaten_beyond_noise_and_names_what_to_take(weights):
     made = str(decided(weights)[0])
     assert (
