@@ -37,9 +37,10 @@ def test_other_logits_at_many_positions_are_refused(wrong):
     assert not _agreement(ours, theirs, allowed())
 
 
-def test_not_a_number_is_refused_at_a_single_position():
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_logit_that_is_not_finite_is_refused_at_a_single_position(value):
     theirs = logits(NOISE, 2)
-    theirs[0, 0, 0] = math.nan
+    theirs[0, 0, 0] = value
     assert not _agreement(logits(NOISE, 1), theirs, allowed())
 
 
