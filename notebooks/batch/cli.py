@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     compressed = compress.declare(command)
     compressed.set_defaults(does=_compress)
     repeated = repeat.declare(command)
-    repeated.set_defaults(does=_repeat, force=False, stale=True, gpus=None)
+    repeated.set_defaults(does=_repeat, stale=True, gpus=None)
     for one in (compressed, repeated):
         one.set_defaults(timeout=None, cell_timeout=None, parallel=None, engine="local", slurm=[], address="", trust=[])
     for one in (planned, run, compressed, repeated):
