@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     compressed = compress.declare(command)
     compressed.set_defaults(does=_compress)
     repeated = repeat.declare(command)
-    repeated.set_defaults(does=_repeat, force=False, stale=True, gpus=None)
+    repeated.set_defaults(does=_repeat, stale=True, gpus=None)
     for one in (compressed, repeated):
         one.set_defaults(timeout=None, cell_timeout=None, parallel=None, engine="local", slurm=[], address="", trust=[])
     for one in (planned, run, compressed, repeated):
@@ -251,10 +251,11 @@ def _repeat(options: argparse.Namespace) -> int:
     options.what, recorded = repeat.command_of(options.record)
     options.parameter = recorded + options.parameter  # the last value of a name counts
     sweep, runs = _planned(options), _runs(options)
+    first, written = read_record(Path(options.record)), folder_of(sweep.runs[0], runs) / "record.json"
+    options.force = Path(options.record).resolve() == written.resolve()  # this run is finished, and replaces its record
     if status := _execute(sweep, options):
         return status
-    again = read_record(folder_of(sweep.runs[0], runs) / "record.json")
-    rows = repeat.compared(typed(read_record(Path(options.record))), typed(again))
+    rows = repeat.compared(typed(first), typed(read_record(written)))
     print(repeat.table(rows))
     return repeat.status_of(rows)
 

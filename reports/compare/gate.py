@@ -185,7 +185,7 @@ def _measured(name: str, record: RunRecord) -> dict[str, object]:
         told["amounts of text"] = record.texts[corpus]
     for row in record.tasks.rows:
         if name == f"{row.metric}_{row.task}":
-            told["questions"] = row.n, row.num_fewshot, row.version, record.tasks.settings.chat
+            told["questions"] = row.n, row.num_fewshot, row.version, bool(record.tasks.settings.chat)
     if name in PHASES and (timed := record.speed.get(COMPRESSED)):
         how = timed.settings
         told["lengths of the timing"] = how.prompt_tokens, how.new_tokens, how.batch

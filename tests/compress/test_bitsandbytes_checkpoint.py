@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from compress import METHODS, apply, save_compressed
 from compress.checkpoint.fits import check_save_format
+from compress.checkpoint.interop import bitsandbytes
 from compress.checkpoint.interop.bitsandbytes import Bitsandbytes
 from compress.checkpoint.save import check_holds
 from compress.formats import BnbInt8, BnbNF4
@@ -73,6 +74,24 @@ def test_a_changed_code_is_named(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(Bitsandbytes, "write", flawed)
     with pytest.raises(RuntimeError, match=r"model.layers.1.mlp.up_proj.weight is another one .*: 1 of 8192 values"):
         save_compressed(apply("bnb_nf4", tiny("llama", **ALIGNED)), tmp_path / "out", save_format=SAVE_FORMAT)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("recipe", ["bnb_nf4", "bnb_int8"])
+def test_wrong_products_of_the_right_weights_are_refused(tiny, tmp_path, monkeypatch, recipe):
+    """Their difference from products of dense weights is not taken for rounding."""
+    load = bitsandbytes._load
+
+    def flawed(folder, model):
+        loaded = load(folder, model)  # the model of dense weights computes without the forward of these linears
+        for block in loaded.model.layers:
+            forward = block.mlp.down_proj.forward
+            block.mlp.down_proj.forward = lambda x, forward=forward: -forward(x)
+        return loaded
+
+    monkeypatch.setattr(bitsandbytes, "_load", flawed)
+    with pytest.raises(RuntimeError, match="same weights .* different logits: "):
+        save_compressed(apply(recipe, tiny("llama", **ALIGNED)), tmp_path / "out", save_format=SAVE_FORMAT)
     assert not list(tmp_path.iterdir())
 
 

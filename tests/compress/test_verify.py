@@ -1,6 +1,7 @@
 """Rounding explains a few positions that are far apart, and explains neither wrong positions everywhere nor a NaN."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -37,9 +38,10 @@ def test_other_logits_at_many_positions_are_refused(wrong):
     assert not _agreement(ours, theirs, allowed())
 
 
-def test_not_a_number_is_refused_at_a_single_position():
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_logit_that_is_not_finite_is_refused_at_a_single_position(value):
     theirs = logits(NOISE, 2)
-    theirs[0, 0, 0] = math.nan
+    theirs[0, 0, 0] = value
     assert not _agreement(logits(NOISE, 1), theirs, allowed())
 
 
@@ -47,6 +49,30 @@ def test_another_token_is_refused_where_it_is_no_tie():
     theirs = logits(NOISE, 2)
     theirs[0, -1, 3] += 40
     assert not _agreement(logits(NOISE, 1), theirs, allowed())
+
+
+@pytest.mark.parametrize("how", ["rounded activations", "products of its own"])
+def test_wrong_products_are_not_taken_for_rounding(tiny, how):
+    """The loaded model computes the product that it is compared with for its rounding, and not its own."""
+    model, loaded = tiny("llama").bfloat16(), tiny("llama").bfloat16()
+    flaws = [1.0]
+    for block in loaded.model.layers:
+        block.mlp.down_proj.register_forward_hook(lambda *given: given[-1] * flaws[-1])
+
+    @contextmanager
+    def as_they_are(_):
+        flaws.append(1.0)
+        yield
+        flaws.pop()
+
+    def compared():
+        plain = {"plain": tiny("llama").bfloat16()} if how == "products of its own" else {}
+        return compare_logits(model, loaded.bfloat16(), None, **plain or {"activations_as_they_are": as_they_are})
+
+    assert compared()
+    flaws.append(-8.0)
+    with pytest.raises(RuntimeError, match="different logits"):
+        compared()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,6 +1,7 @@
 """`workbench repeat`: a recorded run executed again, and which numbers came back."""
 
 import json
+import math
 import shlex
 from pathlib import Path
 
@@ -47,6 +48,21 @@ def test_a_record_came_back_if_it_differs_by_noise_alone():
     assert said(record, lost)["kl_wikitext2"] == "not measured"
 
 
+def test_a_number_that_one_run_lost_did_not_come_back():
+    record, lost = read_record(RECORD), changed(read_record(RECORD), kl_wikitext2=math.nan, stored_bytes=math.nan)
+    for one, other in ((record, lost), (lost, record)):
+        assert {said(one, other)[name] for name in ("kl_wikitext2", "stored_bytes")} == {"beyond noise"}
+    assert said(lost, lost)["kl_wikitext2"] == "identical"
+
+
+def test_a_number_without_an_error_is_compared_only_if_it_is_a_size():
+    record = changed(read_record(RECORD), decode_tokens_per_s_b8_p128=100.0, latency_s=1.0, cache_bytes_1024=100.0)
+    again = changed(record, decode_tokens_per_s_b8_p128=90.0, latency_s=1.1, cache_bytes_1024=120.0)
+    told = said(record, again)
+    assert told["decode_tokens_per_s_b8_p128"] == told["latency_s"] == "its noise is not known"
+    assert told["cache_bytes_1024"] == "beyond noise"
+
+
 def test_a_loss_counts_against_the_baseline_of_the_same_run():
     record = read_record(RECORD)
     again = changed(record, perplexity_wikitext2=record["scores"]["compressed"]["perplexity_wikitext2"] * 1.001)
@@ -89,6 +105,9 @@ def test_a_run_is_repeated_from_its_record(tmp_path, capsys):
     assert "kl_wikitext2" in shown and "not measured" in shown and "differ by more than noise" in shown
     again = read_record(next((tmp_path / "runs").glob("*/record.json")))
     assert again["model"]["name"] == "tiny" and again["calibration"]["seqlen"] == 48
+    own = next((tmp_path / "runs").glob("*/record.json"))
+    assert main(["--runs", str(tmp_path / "runs"), "repeat", str(own)]) == 0
+    assert read_record(own)["run"]["started"] != again["run"]["started"], "a run is not compared with itself"
 
 
 def test_what_is_no_record_is_refused(tmp_path, capsys):

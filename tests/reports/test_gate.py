@@ -124,6 +124,11 @@ def test_runs_that_measured_otherwise_are_not_compared():
     )
     (found,) = gate_of({"acc_x": {"max_fall": 1}}, "gate.yml").of(a, b).rows
     assert not found.kept and "other questions" in found.said
+    early, late = (
+        {"rows": [{"task": "x", "metric": "acc", "n": 5}]} | more for more in ({}, {"settings": {"chat": False}})
+    )
+    (found,) = gate_of({"acc_x": {"max_fall": 1}}, "gate.yml").of(record(A, tasks=early), record(B, tasks=late)).rows
+    assert found.kept, "an early record does not say that questions were plain text"
 
 
 @pytest.mark.parametrize("limits", [{"kl_text": {"min": 0.1}}, {"acc_*": {"max": 0.9, "max_rise": 0.1}}])

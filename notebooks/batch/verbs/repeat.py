@@ -75,6 +75,7 @@ def compared(first, again) -> list[Repeated]:
 
 
 UNCOMPARED = {"peak_memory_bytes", "resident_bytes", "time_to_first_token_s"}  # of the process, or told by the prefill
+SIZES = ("stored_bytes", "bits_per_weight", "cache_bytes", "compression_rate")  # counted, so that they have no noise
 
 
 def _said(first, again, model: str, metric: str, before: float, now: float | None) -> str:
@@ -83,8 +84,11 @@ def _said(first, again, model: str, metric: str, before: float, now: float | Non
 
     if now is None:
         return "not measured"
-    if before == now:
+    lost = [math.isnan(value) for value in (before, now)]
+    if before == now or all(lost):
         return "identical"
+    if any(lost):
+        return BEYOND
     if metric in PHASES:
         return _of_speeds(first, again, model, PHASES[metric])
     gap, errors = now - before, [one.score(model, f"{metric}_stderr") for one in (first, again)]
@@ -94,6 +98,8 @@ def _said(first, again, model: str, metric: str, before: float, now: float | Non
         if all(loss in one and f"{loss}_stderr" in one for one in paired):
             gap, errors = paired[1][loss] - paired[0][loss], [one[f"{loss}_stderr"] for one in paired]
     if None in errors:
+        if not metric.startswith(SIZES):
+            return "its noise is not known"
         beyond = abs(gap) > noise.SAME_SIZE * abs(before)
     else:
         beyond = noise.counts(*noise.difference(gap, math.hypot(*errors)))
@@ -112,8 +118,7 @@ def _of_speeds(first, again, model: str, phase: str) -> str:
     shares = [_share(one.speed.get(model), one.speed.get("baseline"), phase) for one in (first, again)]
     if None in shares:
         return "too noisy to compare"
-    apart = [noise.counts(*noise.faster_by(a, b)) for a, b in (shares, shares[::-1])]
-    return BEYOND if all(apart) else "same"
+    return BEYOND if noise.counts(*noise.faster_by(*shares)) else "same"
 
 
 def _share(own, baseline, phase: str) -> tuple[float, float] | None:
