@@ -2,16 +2,22 @@
 
     python seeds/gpu_8b.py gptq --layers 2 --samples 128 --seqlen 2048      # seconds a layer, and peak memory
     python seeds/gpu_8b.py speed --recipe "rtn(bits=4, group_size=128)"     # what the pages' measurement gives there
+    python seeds/gpu_8b.py replays --rounds 8 --limit 60 --core gpu.core    # where steps from a graph stop, if they do
 
 The model has the shape of Llama-3.1-8B and random weights, which say nothing of accuracy; shapes, bytes and work are
 those of a real model. Each measurement is one line of JSON, which is written to `--out` as well. `--shape toy --device
-cpu` tries the same without a GPU. The time of GPTQ for the whole model is that of a layer, times the number of layers.
+cpu` tries the first two without a GPU. The time of GPTQ for the whole model is that of a layer, times the number of
+layers.
 """
 
 import argparse
 import faulthandler
 import json
+import os
+import shutil
+import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -19,10 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from compress import apply
-from eval.speed.speed import contestants, measure_speed
+from eval.machine.load import LoadMeter
+from eval.speed.speed import GraphDecoder, contestants, in_turns, make, make_ready, measure_speed, serve
 from kernels.harness.model import SHAPES
 from kernels.harness.roofline import environment
 
@@ -73,6 +81,38 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+@torch.no_grad()
+def replays(options: argparse.Namespace) -> dict[str, Any]:
+    """How many replays of the 16-bit model's graph end: alone, behind prompts, and as pages time them. `speed` adds a
+    second model. Where one does not end, `--limit` shows the stage, its last round, and what the GPU runs."""
+    variants = contestants({"baseline": random_model(options.shape, options.device, None)}, compiled=False)
+    variant, size = variants["baseline"], (options.seqlen, options.tokens, options.batch)
+    make_ready(variant, make(variant), *size)
+    if not isinstance(variant.step, GraphDecoder):
+        raise SystemExit(f"`--device` (={options.device}) has no graphs: steps are {variant.execution}")
+    step = variant.step.step
+
+    def alone() -> None:
+        step.at(options.seqlen)
+        for _ in range(options.tokens):
+            step()
+            _stop(options.device)
+
+    def timed() -> None:  # each takes its steps twice, in the measurement's own loop and in `generate`
+        in_turns(variants, *size, 1, tqdm(disable=True), LoadMeter())
+
+    stages = {"alone": (alone, 1), "behind prompts": (lambda: serve(variant, *size), 1), "timed": (timed, 4)}
+    seconds, replayed = {}, 0
+    for stage, (call, times) in stages.items():
+        began = time.perf_counter()
+        for number in range(options.rounds):
+            call()
+            replayed += times * options.tokens
+            print(f"{stage}, round {number}: {replayed} replays so far", file=sys.stderr, flush=True)
+        seconds[stage] = _stop(options.device) - began
+    return {"replays": replayed, "seconds": seconds, "execution": variant.execution}
+
+
 def _texts(model: PreTrainedModel, samples: int, seqlen: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return list(torch.randint(model.config.vocab_size, (samples, 1, seqlen), generator=generator))
@@ -90,9 +130,50 @@ def _stop(device: str) -> float:
     return time.perf_counter()
 
 
+def _allow_core_dump(core: Path) -> None:
+    """Let the driver write what the GPU runs into a file when asked to, without the contents of its memory."""
+    core.parent.mkdir(parents=True, exist_ok=True)
+    core.unlink(missing_ok=True)
+    flags = "skip_abort,skip_global_memory,skip_shared_memory,skip_local_memory,skip_constbank_memory"
+    os.environ |= {"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1", "CUDA_COREDUMP_FILE": str(core),
+                   "CUDA_COREDUMP_PIPE": f"{core}-{os.getpid()}", "CUDA_COREDUMP_GENERATION_FLAGS": flags}  # fmt: skip
+
+
+def _end_after(seconds: float, core: Path | None) -> None:
+    """End the process after so many seconds, and say where it was and what the GPU did.
+
+    A GPU that is busy runs a kernel that does not end, which the core dump names; an idle one has lost a completion.
+    """
+
+    def end() -> None:
+        try:
+            faulthandler.dump_traceback(all_threads=True)
+            fields = "utilization.gpu,utilization.memory,power.draw,clocks.sm,memory.used"
+            _tell("nvidia-smi", f"--query-gpu={fields}", "--format=csv")
+            if core is not None:
+                os.write(os.open(f"{core}-{os.getpid()}", os.O_WRONLY | os.O_NONBLOCK), b"1")  # the driver reads it
+                time.sleep(15)
+                debugger = shutil.which("cuda-gdb") or "/usr/local/cuda/bin/cuda-gdb"
+                _tell(debugger, "-batch", "-ex", f"target cudacore {core}", "-ex", "info cuda kernels")
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    faulthandler.dump_traceback_later(seconds + 60, exit=True)  # if this thread does not get to run
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
+def _tell(*command: str) -> None:
+    """Run a command, if it is there, with its output among the errors."""
+    if shutil.which(command[0]):
+        subprocess.run(command, stdout=sys.stderr, timeout=30)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("measurement", choices=("gptq", "speed"))
+    parser.add_argument("measurement", choices=("gptq", "speed", "replays"))
     parser.add_argument("--shape", choices=tuple(SHAPES), default="llama-8b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--recipe", default="")
@@ -105,11 +186,15 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="speed: compile the pass over the prompt")
     parser.add_argument("--out", type=Path, default=None, help="file of JSON lines, to which this one is added")
     parser.add_argument("--limit", type=float, default=0, help="seconds after which it ends, and says where it was")
+    parser.add_argument("--core", type=Path, default=None, help="file of a GPU core dump, written at the limit")
     options = parser.parse_args()
+    core = options.core.resolve() if options.core is not None else None
+    if core is not None:
+        _allow_core_dump(core)
     if options.limit:
-        faulthandler.dump_traceback_later(options.limit, exit=True)
+        _end_after(options.limit, core)
     line = {"measurement": options.measurement, "arguments": sys.argv[1:]}
-    line |= gptq(options) if options.measurement == "gptq" else speed(options)
+    line |= {"gptq": gptq, "speed": speed, "replays": replays}[options.measurement](options)
     line["environment"] = environment(torch.device(options.device))
     text = json.dumps(line)
     print(text, flush=True)

@@ -10,7 +10,7 @@
 # files of $OUT (runs/quarter_hour/out), also when the time is up.
 #
 #   OPS         ops to time, by value           CHECKED     ops to check (all of them)
-#   CHECKS_S, METHODS_S, MODEL_S, GPTQ_S, SPEED_S, CONTESTS_S, SECOND_S     seconds of the parts; 0 leaves a part out
+#   CHECKS_S, METHODS_S, MODEL_S, GPTQ_S, REPLAYS_S, SPEED_S, CONTESTS_S, SECOND_S     seconds of the parts; 0 leaves one out
 #   MODEL_FLAGS, ONLY     further flags of kernels.harness.model, and the contests to time, as `validate --only` takes them
 #   RED         second: ops for compute-sanitizer; by default those that were red in the first command
 #   WORKBENCH_COMMIT    the commit, where the checkout was copied without its history
@@ -55,6 +55,7 @@ finish() {
     trap - EXIT TERM INT
     [ -n "${COLLECTOR:-}" ] && kill "$COLLECTOR" 2>/dev/null
     collect
+    find "$WORK/parts" -maxdepth 1 -name core -size -16384k -exec cp {} "$OUT/core" \;  # what the GPU ran when a part stopped
     if [ -d "$CACHE" ]; then  # machine code and its descriptions alone; 16 MiB is what comes back
         (cd "$CACHE" && find . -name '*.cubin' -o -name '*.json' -o -name '*.so' | tar -czf - -T -) >"$OUT/triton-cache.tar.gz" 2>/dev/null
         [ "$(wc -c <"$OUT/triton-cache.tar.gz")" -le 16000000 ] || rm -f "$OUT/triton-cache.tar.gz"
@@ -107,6 +108,8 @@ first() {
             --budget $((${MODEL_S:-205} > 20 ? ${MODEL_S:-205} - 15 : 5)) ${MODEL_FLAGS:-} "$@"
     fi
     part gptq "${GPTQ_S:-0}" "$PYTHON" seeds/gpu_8b.py gptq --out "$WORK/parts/large.jsonl"
+    part replays "${REPLAYS_S:-0}" "$PYTHON" seeds/gpu_8b.py replays --rounds 8 --core "$WORK/parts/core" \
+        --limit $((${REPLAYS_S:-0} > 50 ? ${REPLAYS_S:-0} - 30 : 20)) --out "$WORK/parts/large.jsonl"
     part speed "${SPEED_S:-0}" "$PYTHON" seeds/gpu_8b.py speed --limit $((${SPEED_S:-0} > 20 ? ${SPEED_S:-0} - 10 : 10)) --out "$WORK/parts/large.jsonl"
     checks contests "${CONTESTS_S:-195}" --no-checks --one-process \
         --ops "${OPS:-int_matmul,kv_decode,w8a8_matmul,w4a8_matmul,lut_matmul}" ${ONLY:+--only "$ONLY"} "$@"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels.harness.clock import sm_clock
+from kernels.support.capture import capturing
 from kernels.support.errors import kind_and_first_line
 
 SAMPLE = 2e-3  # seconds that a sample should last, so that the cost of its start and end is negligible
@@ -184,8 +185,6 @@ def _graph(call: Callable[[int], object], copies: int) -> _Timer:
         if walks > 1:
             graph, guess = _captured(call, copies, walks)
     except Exception as error:
-        torch.cuda.synchronize()
-        _forget_capture()
         return _loop(call, copies, f"no graph: {kind_and_first_line(error)}")
     calls = walks * copies
     if guess >= LONG:
@@ -201,15 +200,8 @@ def _graph(call: Callable[[int], object], copies: int) -> _Timer:
 def _captured(call: Callable[[int], object], copies: int, walks: int) -> tuple[torch.cuda.CUDAGraph, float]:
     """A graph of `walks` walks over the copies, and the seconds that it takes."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         _walk(call, copies, walks)
     graph.replay()
     torch.cuda.synchronize()
     return graph, _between_events(graph.replay)
-
-
-def _forget_capture() -> None:
-    """Reset torch's generator after a failed capture: it would otherwise stay in capture mode, in which no random
-    number can be drawn."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    generator.graphsafe_set_state(generator.clone_state())

@@ -19,7 +19,7 @@ import torch
 from kernels.harness import agree, clock, jobs, roofline, timing, trial, validate
 from kernels.harness.table import rows_table, table
 from kernels.harness.verify import OpVerdict, verify
-from kernels.support import declarations
+from kernels.support import capture, declarations
 from kernels.support.declarations import Check, Contest
 
 CPU = torch.device("cpu")
@@ -511,7 +511,7 @@ class Cuda:
                     cuda.now += took
 
         @contextmanager
-        def graph(g):
+        def graph(g, pool=None):
             cuda.capturing, cuda.recorded = True, []
             yield
             cuda.capturing, g.nodes = False, cuda.recorded
@@ -528,7 +528,8 @@ class Cuda:
         monkeypatch.setattr(timing, "settle", lambda device: None)
         self.clocks = iter((1980, 1755))
         monkeypatch.setattr(timing, "sm_clock", lambda device: next(self.clocks, None))
-        monkeypatch.setattr(timing, "_forget_capture", lambda: setattr(cuda, "forgotten", cuda.forgotten + 1))
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+        monkeypatch.setattr(capture, "_forget_capture", lambda: setattr(cuda, "forgotten", cuda.forgotten + 1))
 
     def kernel(self, seconds, launch=20e-6):
         def call(i):

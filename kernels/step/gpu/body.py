@@ -242,14 +242,14 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + cached
 
 
-def largest(logits: Tensor) -> Tensor:
-    """The tokens with the largest logits, int64 [batch]: of equal ones the first. The vocabulary is searched in parts,
-    because one program for each sequence would read all of it."""
+def largest(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """The tokens with the largest logits, int64 [batch, 1]: of equal ones the first. The vocabulary is searched in
+    parts, because one program for each sequence would read all of it."""
     batch, vocabulary = logits.shape
     parts = next(n for n in (PARTS, 64, 32, 16, 8, 4, 2, 1) if vocabulary % n == 0)
     if parts == 1:
-        return logits.argmax(-1)
+        return torch.argmax(logits, -1, keepdim=True, out=out)
     within = logits.view(batch, parts, -1)
     values, places = within.max(-1)
     part = values.argmax(-1, keepdim=True)
-    return (part * within.shape[2] + places.gather(1, part))[:, 0]
+    return torch.add(places.gather(1, part), part, alpha=within.shape[2], out=out)

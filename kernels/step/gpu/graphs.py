@@ -1,6 +1,5 @@
 """A step of decoding on a GPU as one CUDA graph: captured once for a batch size, replayed for every token."""
 
-import gc
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from kernels.step.decoder import Decoder, NotNative, recognise
 from kernels.step.gpu.body import FusedBody, Joined, OwnBody, largest
 from kernels.step.gpu.compare import check_fused
 from kernels.step.writing.generate import Calls
+from kernels.support.capture import capturing
 from kernels.support.errors import kind_and_first_line
 
 WARMING = 2  # runs before a capture, in which kernels are compiled and weights joined
@@ -49,12 +49,8 @@ class GraphStep:
         torch.cuda.current_stream(device).wait_stream(side)
         body.at(0)
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.device(device), _no_collection(), torch.cuda.graph(graph, pool=pool):
-                self._run()
-        except Exception:
-            _forget_capture(device)
-            raise
+        with torch.cuda.device(device), capturing(graph, pool):
+            self._run()
         self._graph = graph
 
     def at(self, held: int) -> None:
@@ -70,14 +66,7 @@ class GraphStep:
 
     def _run(self) -> None:
         self.logits = self.body(self.tokens)
-        self.tokens.copy_(largest(self.logits)[:, None])
-
-
-def _forget_capture(device: torch.device) -> None:
-    """Reset torch's generator after a failed capture: it would stay in capture mode, in which it draws no numbers."""
-    torch.cuda.synchronize(device)
-    generator = torch.cuda.default_generators[device.index or 0]
-    generator.graphsafe_set_state(generator.clone_state())
+        largest(self.logits, out=self.tokens)  # a copy would be a node of another kind
 
 
 @contextmanager
@@ -88,18 +77,6 @@ def _in_use(held: int, body: FusedBody | OwnBody):
         yield
     finally:
         body.at(0)
-
-
-@contextmanager
-def _no_collection():
-    """While the block runs, Python collects no garbage: a graph that it destroyed would end the capture."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
 
 
 @dataclass
