@@ -45,6 +45,13 @@ def kept(scores: Tensor, ratio: float, pattern: tuple[int, int] | None, *, by_ro
     else:
         groups = scores.view(out, 1, columns) if by_row else scores.view(1, 1, -1)
         gone = int(ratio * groups.shape[-1] + 1e-6)  # 0.29 of 100 is 29
-    mask = torch.ones(groups.shape, dtype=torch.bool, device=scores.device)
-    lowest = groups.argsort(dim=-1, stable=True)[..., :gone]
-    return mask.scatter_(-1, lowest, False).view(out, columns)
+    if pattern is not None or groups.is_cuda:  # of few neighbours, or where `kthvalue` is slower
+        mask = torch.ones(groups.shape, dtype=torch.bool, device=scores.device)
+        lowest = groups.argsort(dim=-1, stable=True)[..., :gone]
+        return mask.scatter_(-1, lowest, False).view(out, columns)
+    if not gone:
+        return torch.ones(out, columns, dtype=torch.bool)
+    last = groups.kthvalue(gone, dim=-1, keepdim=True).values  # the largest score that goes
+    equal = groups == last
+    left = gone - (groups < last).sum(-1, keepdim=True)  # how many of the equal ones go
+    return ~((groups < last) | (equal & (equal.cumsum(-1) <= left))).view(out, columns)

@@ -66,6 +66,7 @@ class TimedModel:
     packing: Packing = field(default_factory=Packing)  # the weights of the compiled step
     dtype: str = ""
     execution: str = "eager"
+    share: float = 1.0  # of the tokens to decode that it decodes: where every token is slow, fewer give its median
     ttft_s: list[float] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)  # of the step alone
     written_s: list[float] = field(default_factory=list)  # of `generate`
@@ -73,9 +74,14 @@ class TimedModel:
     bytes_a_step: float | None = None  # bytes of weights and cache read per decoded token
     kernels: dict[str, set[str]] = field(default_factory=dict)
 
+    def decodes(self, new_tokens: int) -> int:
+        """The number of tokens that it decodes in a round, of this number."""
+        return min(new_tokens, max(LEAST_TOKENS, int(self.share * new_tokens)))
+
 
 PHASES = ("prefill", "step", "decode")
 PLAIN = ("bfloat16", "float32")  # variants of the baseline as run by plain transformers
+PLAIN_SHARE, LEAST_TOKENS = 0.25, 4  # of the tokens that the others decode, and their least number
 ROOM = 1.5  # free memory needed for another variant, as a multiple of the largest variant's so far
 
 
@@ -95,7 +101,9 @@ def standard_variants(
     if baseline is None:
         return contestants(models, baseline="")
     variants = contestants({"baseline": baseline, **models})
-    return variants | {name: TimedModel(baseline, False, plain(getattr(torch, name))) for name in PLAIN}
+    return variants | {
+        name: TimedModel(baseline, False, plain(getattr(torch, name)), share=PLAIN_SHARE) for name in PLAIN
+    }
 
 
 def contestants(
@@ -127,7 +135,8 @@ def measure_speed(
 
     Args:
         prompt_tokens: length of the prompt.
-        new_tokens: number of tokens decoded after it, greedily, one at a time; each is timed.
+        new_tokens: number of tokens decoded after it, greedily, one at a time; each is timed. Plain transformers
+            decode a quarter of them.
         rounds: rounds of prefill and decode per variant.
         batch: number of prompts at a time, all of this length.
 
@@ -159,8 +168,11 @@ def measure_speed(
         bandwidth = read_bandwidth(device)
     progress.close()
     noise = spreads(next(iter(variants.values())).twice, rounds), meter.load
-    settings = TimingSettings(**counts, groups=groups)
-    return {name: _speed(variant, settings, bandwidth, *noise) for name, variant in variants.items()}
+    speeds = {}
+    for name, variant in variants.items():
+        settings = TimingSettings(**counts | {"new_tokens": variant.decodes(new_tokens)}, groups=groups)
+        speeds[name] = _speed(variant, settings, bandwidth, *noise)
+    return speeds
 
 
 def positions(model: nn.Module) -> int:
@@ -225,6 +237,7 @@ def in_turns(
 
 def _times(variant: TimedModel, prompt_tokens: int, new_tokens: int, batch: int) -> tuple[float, float, float]:
     """Seconds to the first token, of a step alone, and from one token of `generate` to the next."""
+    new_tokens = variant.decodes(new_tokens)
     ttft, tokens = _round(variant, prompt_tokens, new_tokens, batch)
     written = _written(variant, prompt_tokens, new_tokens, batch)
     return ttft, statistics.median(tokens), statistics.median(written)

@@ -296,3 +296,15 @@ def test_a_16_bit_model_stores_what_is_kept_in_16_bits(tiny, tokens, pattern):
         values = part.values.weight if pattern == "2:4" else part.values
         assert values.dtype == torch.bfloat16
         assert record.bits_per_weight == 8 * part.nbytes / (record.shape[0] * record.shape[1]) < 10
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("shape", [(7, 5), (3, 1), (40, 64)])
+def test_of_equal_scores_the_first_go(shape, by_row):
+    """As a stable sort orders them."""
+    scores = (torch.randn(shape).square() * 3).round()
+    for ratio in (0.0, 0.3, 0.5, 0.99):
+        groups = scores if by_row else scores.view(1, -1)
+        lowest = groups.sort(dim=-1, stable=True).indices[:, : int(ratio * groups.shape[1] + 1e-6)]
+        expected = torch.ones_like(groups, dtype=torch.bool).scatter_(1, lowest, False).view(shape)
+        assert torch.equal(kept(scores, ratio, None, by_row=by_row), expected), ratio
