@@ -6,6 +6,8 @@ import psutil
 
 from eval.record.noise import Load
 
+LEAST_SECONDS = 0.5  # the system counts the time of cores in hundredths of a second: shorter blocks tell no share
+
 
 class LoadMeter:
     """Counts the time of the cores of this process that others used; each `with` block adds to it.
@@ -40,10 +42,11 @@ class LoadMeter:
 
     @property
     def load(self) -> Load:
-        """The load of all blocks together."""
+        """The load of all blocks together; shares are not known where they were too short."""
         if not self._available:
             return Load()
-        shares = (round(x / self._available, 4) for x in (self._others, self._stolen))
+        known = self._seconds >= LEAST_SECONDS
+        shares = (round(x / self._available, 4) if known else None for x in (self._others, self._stolen))
         clocks = (min(self._mhz), max(self._mhz)) if self._mhz else (None, None)
         return Load(*shares, *clocks, seconds=round(self._seconds, 2))
 

@@ -137,7 +137,7 @@ def test_the_first_variant_is_timed_twice_in_every_turn(tiny, monkeypatch):
     assert [len(one.ttft_s) for one in (a, b, c)] == [3, 3, 3], "the second timing is not among the results"
     for one in found.values():
         assert one.spread == {"prefill": pytest.approx(spread([1 / 1.02] * 3, 3)), "step": 0.0, "decode": 0.0}
-        assert 0 <= one.load.others <= 1.01 and one.load.seconds >= 0
+        assert one.load.seconds >= 0 and (one.load.others is None or 0 <= one.load.others <= 1.01)
 
 
 @pytest.mark.slow
