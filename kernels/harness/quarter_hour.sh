@@ -110,7 +110,8 @@ first() {
     part gptq "${GPTQ_S:-0}" "$PYTHON" seeds/gpu_8b.py gptq --out "$WORK/parts/large.jsonl"
     part replays "${REPLAYS_S:-0}" "$PYTHON" seeds/gpu_8b.py replays --rounds 8 --core "$WORK/parts/core" \
         --limit $((${REPLAYS_S:-0} > 50 ? ${REPLAYS_S:-0} - 30 : 20)) --out "$WORK/parts/large.jsonl"
-    part speed "${SPEED_S:-0}" "$PYTHON" seeds/gpu_8b.py speed --limit $((${SPEED_S:-0} > 20 ? ${SPEED_S:-0} - 10 : 10)) --out "$WORK/parts/large.jsonl"
+    part speed "${SPEED_S:-0}" "$PYTHON" seeds/gpu_8b.py speed --out "$WORK/parts/large.jsonl" \
+        --limit $((${SPEED_S:-0} > 20 ? ${SPEED_S:-0} - 10 : 10))
     checks contests "${CONTESTS_S:-195}" --no-checks --one-process \
         --ops "${OPS:-int_matmul,kv_decode,w8a8_matmul,w4a8_matmul,lut_matmul}" ${ONLY:+--only "$ONLY"} "$@"
 }

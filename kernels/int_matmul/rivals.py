@@ -23,6 +23,8 @@ from kernels.support.errors import kind_and_first_line
 
 Call = Callable[[int], object]
 BF16, FP16 = torch.bfloat16, torch.float16
+PROBED = ("marlin", "humming")  # compiled code of others; the rest is torch's and Triton's
+ROUNDED = 0.15  # allowed error where a library rounds the weights itself: 4 bits in groups of 128 cost about 0.1
 
 
 def contestants(
@@ -34,12 +36,12 @@ def contestants(
         if not _runs(name):
             continue
         try:
-            call, expected[name] = make(x, weights)
+            call, right = make(x, weights)
             call(0)
         except Exception as error:  # other versions may raise anything
             print(f"{name} is left out: {kind_and_first_line(error)}", file=sys.stderr)
             continue
-        calls[name] = call
+        calls[name], expected[name] = call, right
     if "humming" in calls:
         tolerance["humming"] = ROUNDED
     return calls
@@ -95,9 +97,6 @@ def _marlin(x: Tensor, weights: list[Packed]) -> tuple[Call, Expected]:
     return lambda i: layers[i](x), times(x, W)
 
 
-ROUNDED = 0.15  # allowed error where a library rounds the weights itself: 4 bits in groups of 128 cost about 0.1
-
-
 def _humming(x: Tensor, weights: list[Packed]) -> tuple[Call, Expected]:
     """Humming rounds the weight by itself, so that its product is compared with that of the unrounded weight."""
     from humming.layer import HummingLayer
@@ -117,9 +116,6 @@ def _humming(x: Tensor, weights: list[Packed]) -> tuple[Call, Expected]:
 
 
 MAKERS = {"tinygemm": _tinygemm, "gemlite": _gemlite, "marlin": _marlin, "humming": _humming}
-
-
-PROBED = ("marlin", "humming")  # compiled code of others; the rest is torch's and Triton's
 
 
 def _runs(name: str) -> bool:
