@@ -1,5 +1,5 @@
-"""Models of one comparison, made or read when they are needed, and what is measured of each: what
-seeds/bytes_and_loss.py and seeds/activation_precision.py share."""
+"""Models of one comparison, made or read when they are needed, and what is measured of each, for
+seeds/bytes_and_loss.py."""
 
 import argparse
 import json
@@ -82,7 +82,6 @@ class ScoringBench:
         self.baseline, self.tokenizer = load_model(given.model)
         record.rows.setdefault(BASELINE, ScoredRow(stored_bytes(self.baseline)))
         self.others = {name_of(path): path for path in given.others}
-        self.models: dict[str, nn.Module] = {}  # with `--in-memory`
         self.seconds: dict[str, float | None] = {}  # that each recipe of this run took
         self.sized: dict[str, tuple[str, float]] = {}  # recipe and megabytes of the rows that are a model made smaller
 
@@ -95,7 +94,7 @@ class ScoringBench:
         """Compress what is not kept yet, and note bytes and seconds of every model."""
         rows = self.record.rows
         for recipe in tqdm(self.given.recipes, desc="recipes", unit="recipe"):
-            if recipe not in rows or not self.is_kept(recipe):
+            if recipe not in rows or not self.folder(recipe).is_dir():
                 model, seconds = self.compress(recipe)
                 rows.setdefault(recipe, ScoredRow(stored_bytes(model), seconds))
                 self.record.write(self.given.out)
@@ -118,7 +117,7 @@ class ScoringBench:
         methods = settle(parse_recipe(recipe))  # a method may look at those behind it
         weights = [method for method in methods if method.stage not in AFTER_WEIGHTS or method.stores((64, 64))]
         first, then = ", ".join(map(str, weights)), methods[len(weights) :]
-        if self.given.in_memory or not then or not any(method.stores((64, 64)) for method in weights):
+        if not then or not any(method.stores((64, 64)) for method in weights):
             model, taken = load_model(self.given.model)[0], 0.0
             then = methods
         elif self.folder(first).is_dir():
@@ -128,15 +127,9 @@ class ScoringBench:
         result = apply(then, model, self.batches() if any(method.needs_calibration for method in then) else None)
         seconds = None if taken is None else round(taken + result.seconds, 1)
         self.seconds[recipe] = seconds
-        if self.given.in_memory:
-            self.models[recipe] = result.model
-        elif not self.folder(recipe).is_dir():
+        if not self.folder(recipe).is_dir():
             save_compressed(result, self.folder(recipe), self.tokenizer)
         return result.model, seconds
-
-    def is_kept(self, recipe: str) -> bool:
-        """Is the model of a recipe in memory, or in its folder?"""
-        return recipe in self.models if self.given.in_memory else self.folder(recipe).is_dir()
 
     def batches(self) -> list[torch.Tensor]:
         given = self.given
@@ -153,9 +146,7 @@ class ScoringBench:
         """A model by its row's name, whose linears multiply dequantised weights."""
         path = self.others.get(name)
         recipe, megabytes = self.sized.get(name, (name, None))
-        if recipe in self.models:
-            model = self.models[recipe]
-        elif path is None:
+        if path is None:
             model = load_compressed(self.folder(recipe), dtype=dtype)
             if megabytes is not None:
                 resize(model, megabytes)
@@ -195,9 +186,8 @@ class ScoringBench:
     def time_recipes(self) -> None:
         """Decoding of the uncompressed model and of the recipes, in turns."""
         given, rows = self.given, self.record.rows
-        timed = given.recipes if given.timed is None else given.timed
         models = {BASELINE: self.baseline}
-        models |= {name: load_compressed(self.folder(name), dtype=torch.bfloat16) for name in timed}
+        models |= {name: load_compressed(self.folder(name), dtype=torch.bfloat16) for name in given.recipes}
         how = {"prompt_tokens": given.prompt_tokens, "new_tokens": given.new_tokens, "rounds": given.speed_rounds}
         for name, speed in measure_speed(contestants(models), **how).items():
             rows[name].decode = speed.decode_tokens_per_s, *speed.decode_quartiles
@@ -261,7 +251,6 @@ def measure(given: argparse.Namespace, record: ScoringRecord) -> None:
 def options(description: str | None) -> argparse.ArgumentParser:
     """The command-line options of a run."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(timed=None)  # recipes; None: all
     parser.add_argument("recipes", nargs="*")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--corpus", default="c4", help="to calibrate on")
@@ -283,8 +272,6 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--environments", type=Path, default=Path(".venv-interop"), help=environments)
     parser.add_argument("--at-once", type=int, default=4, help="models in memory, which share the baseline's pass")
     parser.add_argument("--keep", type=Path, default=Path("runs/bytes"), help="folder of compressed models and answers")
-    memory = "keep the models of recipes in memory, not saved, to score on texts alone"
-    parser.add_argument("--in-memory", action="store_true", help=memory)
     parser.add_argument("--out", type=Path, help="file for the JSON record")
     parser.add_argument("--write", type=Path, help="file for the note, with a figure beside it")
     return parser
@@ -312,10 +299,6 @@ def run(given: argparse.Namespace) -> ScoringRecord:
         "new_tokens",
     )
     settings = {key: getattr(given, key) for key in fixed}
-    if given.in_memory and (given.tasks or given.speed_rounds or given.sizes):
-        raise ValueError(
-            "`--in-memory` is for texts: `--tasks`, `--speed-rounds` and `--sizes` need models that are saved"
-        )
     record = ScoringRecord(settings, provenance(command(), "cpu", "float32", "float32"), {})
     if given.out and given.out.exists():
         record = ScoringRecord.read(given.out)
