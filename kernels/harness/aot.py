@@ -36,15 +36,10 @@ MATRIX = ("HGMMA", "IGMMA", "QGMMA", "HMMA", "IMMA", "IDP")
 MARGIN = 1.03  # instructions may grow by this factor before it counts as a regression; other figures may not grow
 
 
-def has_triton(op: str) -> bool:
-    """Does this op have its own Triton kernels? (The others call a library; a test names them.)"""
-    return (Path(__file__).parents[1] / op / "triton.py").exists()
-
-
 def shipped(ops: tuple[str, ...] = OPS) -> dict[str, Compilation]:
     """Every shipped configuration by name; each name begins with the name of the op."""
     found: dict[str, Compilation] = {}
-    for op in filter(has_triton, ops):
+    for op in ops:
         for c in importlib.import_module(f"kernels.{op}.triton").shipped():
             assert c.name not in found and c.name.startswith(op), f"{c.name!r} is no new name of a compilation of {op}"
             found[c.name] = c

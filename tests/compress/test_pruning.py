@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
 
 from compress import METHODS, apply, held_out, load_compressed, save_compressed
 from compress.formats import Bitmap, Dense, IntGroup, Sparse24Weight
 from compress.formats.masked import masked
+from compress.formats.sparse24 import compress24, to_library
 from compress.grid.nearest import rtn
 from compress.inputs.calibration import calibration
 from compress.linear import CompressedLinear
@@ -189,6 +191,17 @@ def test_gptq_makes_up_for_rounding_among_what_is_kept(tiny, tokens):
         result = apply(parse_recipe(f"wanda(ratio=0.3), {second}"), tiny("llama"), tokens())
         errors[second[:3]] = sum(r.error for r in result.layers)
     assert errors["gpt"] < errors["rtn"]
+
+
+def test_two_of_four_are_stored_as_hardware_reads_them():
+    """Places are two bits each, low bits first; torch's conversions for CUTLASS, which run on a CPU, are the reader."""
+    values, places = compress24(torch.tensor([[0.0, 5, 0, 7, 1, 2, 0, 0, 0, 0, 3, 4]]))
+    assert values.tolist() == [[5, 7, 1, 2, 3, 4]]
+    assert places.tolist() == [[(1 | 3 << 2) | (0 | 1 << 2) << 4, 2 | 3 << 2]]
+    W = torch.randn(33, 68).bfloat16()
+    W = W.where(kept(W.abs(), 0.5, parse_pattern("2:4"), by_row=False), 0)
+    read = sparse_semi_structured_to_dense_cutlass(*to_library(W, "cutlass"))
+    assert read.shape == (64, 128) and torch.equal(read[:33, :68], W)
 
 
 @pytest.mark.parametrize("shape", [(7, 36), (32, 64), (5, 8)])

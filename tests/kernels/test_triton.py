@@ -18,7 +18,7 @@ import torch
 from kernels.hadamard import hadamard
 from kernels.hadamard.codes import hadamard_codes
 from kernels.harness import aot
-from kernels.harness.aot import committed, compiler, figures, has_triton, mnemonics_of, regressions, shipped
+from kernels.harness.aot import committed, compiler, figures, mnemonics_of, regressions, shipped
 from kernels.harness.hazards import mixed_rows, rewritten_in_flight
 from kernels.interpreter import PATCHES, installed, interpreting
 from kernels.support.declarations import OPS
@@ -26,7 +26,6 @@ from kernels.w4a8_matmul.codes import even_first
 from kernels.w4a8_matmul.reference import rounded
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_KERNEL = {"sparse24_matmul"}  # of our own: a library's
 EVERY = "WORKBENCH_EVERY_CHECK"
 INSIDE = interpreting() and installed()
 needs_triton = pytest.mark.skipif(not installed(), reason="triton is not installed")
@@ -79,14 +78,14 @@ def test_every_kernel_is_right_in_the_interpreter(every, monkeypatch):
         "-m", "pytest", __file__, "-q", "-rN", "--tb=short", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore"
     )
     passed = int(re.search(r"(\d+) passed", out).group(1))
-    assert passed > len(OPS) - len(NO_KERNEL), out
+    assert passed > len(OPS), out
 
 
 @outside
 def test_every_op_has_cases_and_a_kernel():
     for op in OPS:
-        assert (ROOT / "kernels" / op / "cases.py").exists(), f"{op} has no cases.py"
-    assert {op for op in OPS if not has_triton(op)} == NO_KERNEL
+        for name in ("cases.py", "triton.py"):
+            assert (ROOT / "kernels" / op / name).exists(), f"{op} has no {name}"
 
 
 @pytest.mark.slow
@@ -117,7 +116,7 @@ def test_each_shim_of_the_interpreter_is_needed_and_enough():
 
 @needs_triton
 @outside
-@pytest.mark.parametrize("op", [op for op in OPS if op not in NO_KERNEL])
+@pytest.mark.parametrize("op", OPS)
 def test_machine_code_is_as_committed(op):
     """The first configuration of every kernel, and every thirtieth; all of them in the slow test."""
     every = shipped((op,))
@@ -128,7 +127,7 @@ def test_machine_code_is_as_committed(op):
 @needs_triton
 @outside
 @pytest.mark.slow
-@pytest.mark.parametrize("op", [op for op in OPS if op not in NO_KERNEL])
+@pytest.mark.parametrize("op", OPS)
 def test_all_machine_code_is_as_committed(op):
     compare(shipped((op,)))
 
