@@ -4,7 +4,7 @@ The kernel is in Gluon, Triton's language of explicit layouts and copies. One wa
 shared memory; eight warps convert codes into 16-bit floats in registers, the left operand of wgmma, and continue with
 the next tile while the tensor cores work. `kernels/int_matmul/README.md` has the layout and the cost.
 
-Triton's interpreter does not run Gluon: `kernels.harness.emulator` emulates it instead.
+Triton's interpreter does not run Gluon: the kernel is checked on a GPU alone (`kernels.int_matmul.cases`).
 """
 
 from triton.experimental import gluon
