@@ -1,10 +1,10 @@
-"""A GGUF file by AutoRound, on the calibration tokens of our recipes, for seeds/peers/compare_gguf.py.
+"""A GGUF file by AutoRound, on the calibration tokens of our recipes, for seeds/bytes_and_loss.py.
 
     python3.11 -m venv /tmp/autoround
     /tmp/autoround/bin/pip install torch==2.13.0 auto-round==0.16.1 gguf
-    python seeds/peers/compare_gptq.py prepare /tmp/autoround/work
+    python seeds/peers/prepare.py /tmp/autoround/work
     /tmp/autoround/bin/python seeds/peers/autoround_gguf.py /tmp/autoround/work q4_k_m --iters 0
-    python seeds/peers/compare_gguf.py --models smollm2-135m --ours /tmp/autoround/work/AutoRound-q4_k_m-0.gguf
+    python seeds/bytes_and_loss.py --others /tmp/autoround/work/AutoRound-q4_k_m-0.gguf
 
 `--iters 0` is AutoRound's optimised rounding (opt_rtn); more are its tuning, 200 its default.
 Only AutoRound's environment imports it; none of it is a dependency.
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("folder", type=Path, help="the folder written by `compare_gptq.py prepare`")
+parser.add_argument("folder", type=Path, help="the folder written by `prepare.py`")
 parser.add_argument("kind", help="type of llama.cpp, such as q4_0 or q4_k_m")
 parser.add_argument("--iters", type=int, default=200)
 parser.add_argument("--samples", type=int, default=128)

@@ -1,6 +1,6 @@
 """Models of other tools at their best 4-bit settings, as dense float32 checkpoints that one scorer reads.
 
-    python seeds/peers/compare_gptq.py prepare WORK                      # the embedded model and the calibration tokens
+    python seeds/peers/prepare.py WORK                                   # the embedded model and the calibration tokens
     ENVIRONMENT/bin/python seeds/peers/dense_peers.py gptqmodel WORK OUT --group-size 32
 
 Each tool runs in its own environment (README.md beside this file), on the same model and tokens. OUT/NAME becomes a
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare_gptq import BITS, gptq_weights, load_tensors, with_gptqmodel, with_llmcompressor
+from prepare import BITS, gptq_weights, load_tensors, with_gptqmodel, with_llmcompressor
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -208,7 +208,7 @@ PEERS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tool", choices=PEERS)
-    parser.add_argument("folder", type=Path, help="the folder written by `compare_gptq.py prepare`")
+    parser.add_argument("folder", type=Path, help="the folder written by `prepare.py`")
     parser.add_argument("out", type=Path, help="the checkpoint becomes a folder in it")
     parser.add_argument("--group-size", type=int, default=32)
     parser.add_argument("--samples", type=int, default=128, help="calibration windows, the first prepared ones")

@@ -455,7 +455,8 @@ def test_frozen_graphs_keep_the_weight_packed(layout):
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_rows_are_in_the_order_of_other_tools(bits):
-    """A wrong order would still come back through our own reader; seeds/peers/pack_golden.py asked two others."""
+    """A wrong order would still come back through our own reader; two others were asked (by
+    seeds/peers/pack_golden.py of commit a3c90abb)."""
     golden = json.loads((Path(__file__).parent / "packing_golden.json").read_text())
     out, columns = 32, 64
     n, k = torch.meshgrid(torch.arange(out), torch.arange(columns), indexing="ij")

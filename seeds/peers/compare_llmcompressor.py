@@ -1,12 +1,12 @@
-"""SmoothQuant, W8A8 and AWQ beside llm-compressor, and the 8- and 4-bit formats beside bitsandbytes.
+"""SmoothQuant, W8A8, AWQ, Wanda and SparseGPT beside llm-compressor, and the 8- and 4-bit formats beside bitsandbytes.
 
 Steps are separate commands, for each tool lives in a virtual environment of its own (README.md beside this file):
 
-$ .venv/bin/python seeds/peers/compare_smoothquant.py prepare /tmp/peers/smooth
-$ .venv/bin/python seeds/peers/compare_smoothquant.py ours /tmp/peers/smooth
-$ /tmp/peers/llmc/bin/python seeds/peers/compare_smoothquant.py llmcompressor /tmp/peers/smooth
-$ .venv/bin/python seeds/peers/compare_smoothquant.py bitsandbytes /tmp/peers/smooth
-$ .venv/bin/python seeds/peers/compare_smoothquant.py table /tmp/peers/smooth
+$ .venv/bin/python seeds/peers/compare_llmcompressor.py prepare /tmp/peers/work
+$ .venv/bin/python seeds/peers/compare_llmcompressor.py ours /tmp/peers/work
+$ /tmp/peers/llmc/bin/python seeds/peers/compare_llmcompressor.py llmcompressor /tmp/peers/work
+$ .venv/bin/python seeds/peers/compare_llmcompressor.py bitsandbytes /tmp/peers/work
+$ .venv/bin/python seeds/peers/compare_llmcompressor.py table /tmp/peers/work
 
 `--cases`, `--samples` and `--windows` make it shorter. Where activations are rounded, the weights alone do not
 determine the outputs. So each tool's model is scored in the process that made it, by its own forward pass, with
@@ -20,6 +20,9 @@ determine the outputs. So each tool's model is scored in the process that made i
   heads the peer does not scale v to o, and ours does. The peer searches 20 scales from inputs and weights by the
   block's output, ours from inputs by the linears' outputs.
 - 4 and 3 bits rounded to nearest on the same grids, to separate differences of methods from differences of grids.
+- Pruning, 50 % anywhere and 2:4. Both tools prune all linears of a block on the inputs that they have in the unpruned
+  block, and pass on the outputs of the pruned one. So the first block's inputs are the same in both, and its masks can
+  be compared one to one; later blocks of each tool read the outputs of its own pruned ones.
 """
 
 import argparse
@@ -31,8 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare_gptq import one_shot
-from compare_gptq import prepare as prepare_model
+from prepare import one_shot
+from prepare import prepare as prepare_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 WINDOW, GROUP_SIZE = 2048, 64
@@ -70,6 +74,17 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[str, Any] | None]] 
     "rtn 3": (f"rtn(bits=3, {GROUPS})", None, groups(3), None),
     "awq 3": (f"awq(bits=3, {GROUPS}, clip=False)", "awq", groups(3), None),
 }
+# name: (our recipe, the peer's modifier, its knobs). The masks of both are kept.
+PRUNED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "wanda 50 %": ("wanda(ratio=0.5, sequential=False)", "WandaPruningModifier", {}),
+    "wanda 2:4": ("wanda(pattern='2:4', sequential=False)", "WandaPruningModifier", {"mask_structure": "2:4"}),
+    "sparsegpt 50 %": ("sparsegpt(ratio=0.5, sequential=False)", "SparseGPTModifier", {"dampening_frac": 0.01}),
+    "sparsegpt 2:4": (
+        "sparsegpt(pattern='2:4', sequential=False)",
+        "SparseGPTModifier",
+        {"mask_structure": "2:4", "dampening_frac": 0.01},
+    ),
+}
 
 
 def prepare(folder: Path, options: argparse.Namespace) -> None:
@@ -88,17 +103,22 @@ def prepare(folder: Path, options: argparse.Namespace) -> None:
 
 def ours(folder: Path, options: argparse.Namespace) -> None:
     from compress import apply, load_model
+    from compress.linear import compressed_linears
     from compress.recipe import parse_recipe
 
     for case in options.cases:
         model, _ = load_model(str(folder / "model"))
         batches = list(torch.load(folder / "calibration.pt")[: options.samples, None])
         start = time.perf_counter()
-        result = apply(parse_recipe(CASES[case][0]), model, batches)
-        keep(folder, "ours", case, options, time.perf_counter() - start, len(result.layers), result.model)
+        result = apply(parse_recipe((CASES | PRUNED)[case][0]), model, batches)
+        seconds = time.perf_counter() - start
+        if case in PRUNED:
+            keep_masks(folder, "ours", case, {n: m.dequantize() for n, m in compressed_linears(result.model).items()})
+        keep(folder, "ours", case, options, seconds, len(result.layers), result.model)
 
 
 def llmcompressor(folder: Path, options: argparse.Namespace) -> None:
+    from llmcompressor.modifiers import pruning
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform import AWQModifier, SmoothQuantModifier
     from llmcompressor.pipelines.cache import IntermediatesCache
@@ -112,20 +132,36 @@ def llmcompressor(folder: Path, options: argparse.Namespace) -> None:
         "smoothquant": lambda: [SmoothQuantModifier(smoothing_strength=0.5)],
     }
     for case in options.cases:
-        _, transform, weights, activations = CASES[case]
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-        scheme = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
-        recipe = [*transforms[transform](), QuantizationModifier(config_groups={"group_0": scheme}, ignore=["lm_head"])]
+        if case in PRUNED:
+            _, modifier, knobs = PRUNED[case]
+            recipe = [getattr(pruning, modifier)(targets=["Linear"], ignore=["re:.*lm_head"], sparsity=0.5, **knobs)]
+        else:
+            _, transform, weights, activations = CASES[case]
+            scheme = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+            quantising = QuantizationModifier(config_groups={"group_0": scheme}, ignore=["lm_head"])
+            recipe = [*transforms[transform](), quantising]
         seconds = one_shot(model, recipe, torch.load(folder / "calibration.pt")[: options.samples])
-        keep(
-            folder,
-            "llmcompressor",
-            case,
-            options,
-            seconds,
-            sum(hasattr(m, "weight_scale") for m in model.modules()),
-            model,
-        )
+        linears = {n: m.weight for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+        if case in PRUNED:
+            keep_masks(folder, "llmcompressor", case, linears)
+        else:
+            linears = {n: w for n, w in linears.items() if hasattr(model.get_submodule(n), "weight_scale")}
+        keep(folder, "llmcompressor", case, options, seconds, len(linears), model)
+
+
+def keep_masks(folder: Path, tool: str, case: str, weights: dict[str, Tensor]) -> None:
+    """Write which weights of each linear are zero."""
+    save_file({name: W.detach() == 0 for name, W in weights.items()}, folder / f"{tool} {case}.safetensors")
+
+
+def equal_places(folder: Path, case: str) -> dict[str, float]:
+    """The shares of places at which both tools' masks are equal, in the first block and in all."""
+    ours, theirs = (load_file(folder / f"{tool} {case}.safetensors") for tool in ("ours", "llmcompressor"))
+    assert ours.keys() == theirs.keys()
+    places = {"masks_equal": ours.keys(), "masks_equal_first_block": [n for n in ours if ".layers.0." in n]}
+    same = {name: (ours[name] == theirs[name]).double().sum().item() for name in ours}
+    return {what: sum(same[n] for n in names) / sum(ours[n].numel() for n in names) for what, names in places.items()}
 
 
 def keep(
@@ -169,11 +205,13 @@ def table(folder: Path, options: argparse.Namespace) -> None:
         row = {"case": case, "samples": mine["samples"], "windows": n, "ratio": ratio, "ratio_stderr": stderr}
         for about, x in ((peer, a), (mine, b)):
             row |= {f"{about['tool']}_perplexity": x.mean().exp().item(), f"{about['tool']}_seconds": about["seconds"]}
+        row |= equal_places(folder, case) if case in PRUNED else {}
         rows.append(row)
         print(
             f"{case:<26} {peer['seconds']:>6.0f} s {a.mean().exp():8.3f}   {mine['seconds']:>6.0f} s "
             f"{b.mean().exp():8.3f}"
             f"   {ratio:.4f} ± {stderr:.4f}"
+            + "".join(f"   {name} {share:.3%}" for name, share in row.items() if name.startswith("masks"))
         )
     print(json.dumps({"threads": torch.get_num_threads(), "rows": rows}))
 
@@ -225,11 +263,11 @@ def bitsandbytes(folder: Path, options: argparse.Namespace) -> None:
 STEPS = {f.__name__: f for f in (prepare, ours, llmcompressor, table, bitsandbytes)}
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Compare SmoothQuant's family with its peers.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--cases", nargs="+", choices=CASES, default=list(CASES), help="some of the comparisons; all of them by default"
+        "--cases", nargs="+", choices=CASES | PRUNED, default=[*CASES, *PRUNED], help="some of the comparisons"
     )
     parser.add_argument("--samples", type=int, default=128, help="calibration samples of 512 tokens, up to 128")
     parser.add_argument("--windows", type=int, default=40, help=f"windows of {WINDOW} tokens to score on")
