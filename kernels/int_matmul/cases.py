@@ -1,21 +1,21 @@
 """The checks of `int_matmul`, and the shapes on which it is timed."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.cases.products import ROTATED, Dense, contest, copies_of, cpu_copies, dense, group_size_of
 from kernels.int_matmul import Packed, int_matmul, pack, panels_fit, rivals, tiles_fit, to_panels, to_tiles
 from kernels.int_matmul.experts import cases as expert_cases
 from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
-from kernels.linear.onednn import lay_out, lays_out, product
-from kernels.support.declarations import TOLERANCE, Check, Contest, TimedSizes, times
+from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, TimedSizes, times
 from kernels.tuning import trying
 
-ROTATED = 256 << 20  # bytes of packed weights in rotation
-MOST = 1024  # largest number of copies: small weights are in a cache anyway
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GOALS = {  # (bits, out) -> tokens -> times cuBLAS in bfloat16
     (4, 14336): {1: 3.3, 16: 3.0, 64: 2.0, 256: 0.85, 2048: 0.85},
@@ -61,11 +61,11 @@ def checks(device: torch.device) -> list[Check]:
     generator = torch.Generator().manual_seed(0)
     found = [*_overlapped(device), *expert_cases.checks(device)]
     for bits, out, columns, group_size, symmetric, tokens, dtype in cases:
-        w, W = _weight(generator, out, columns, bits, group_size, symmetric, device)
+        w, W = integer_weight(generator, out, columns, bits, group_size, symmetric, device)
         x = torch.randn(*tokens, columns, generator=generator).to(device, dtype)
         kind = f"W{bits} g{group_size} {'symmetric' if symmetric else 'zero points'}, {tokens} x {out} x {columns}"
         found.append(_check(kind, x, w, W))
-    w, W = _weight(generator, 48, 256, 4, 64, False, device)
+    w, W = integer_weight(generator, 48, 256, 4, 64, False, device)
     wide = torch.randn(2 * 256, 11, generator=generator).to(device, BF16)
     found.append(_check("x transposed, every other column", wide.t()[:, ::2], w, W))
     found.append(_check("x of row stride", torch.randn(20, 300, generator=generator).to(device, FP16)[:, 9:265], w, W))
@@ -86,7 +86,7 @@ def _overlapped(device: torch.device) -> list[Check]:
         (4096, 4096, 4096, False, 33), (130, 640, 128, True, 20), (100, 576, 64, False, 70),
         (4096, 11008, 128, True, 64),
     ):  # fmt: skip
-        w, W = _weight(generator, out, columns, 4, group_size, symmetric, device)
+        w, W = integer_weight(generator, out, columns, 4, group_size, symmetric, device)
         if plan := overlapped(w, tokens):
             for dtype in (BF16, FP16) if tokens < 256 else (BF16,):
                 x = torch.randn(tokens, columns, generator=generator).to(device, dtype)
@@ -94,7 +94,7 @@ def _overlapped(device: torch.device) -> list[Check]:
     return found
 
 
-def _weight(
+def integer_weight(
     generator: torch.Generator,
     out: int,
     columns: int,
@@ -110,14 +110,12 @@ def _weight(
     zero = None if symmetric else torch.randint(0, 1 << bits, (out, groups), generator=generator)
     shift = 1 << (bits - 1) if zero is None else zero.repeat_interleave(group_size, 1)
     W = (codes - shift).double() * scale.double().repeat_interleave(group_size, 1)
-    w = pack(codes, scale, zero, bits=bits, group_size=group_size)
-    return _moved(w, device), W.to(device)
+    return moved(pack(codes, scale, zero, bits=bits, group_size=group_size), device), W.to(device)
 
 
-def _moved(w: Packed, device: torch.device) -> Packed:
-    return w._replace(
-        codes=w.codes.to(device), scale=w.scale.to(device), zero=None if w.zero is None else w.zero.to(device)
-    )
+def moved(w: Any, device: torch.device) -> Any:
+    """A stored weight with its tensors on a device."""
+    return w._replace(**{name: part.to(device) for name, part in w._asdict().items() if isinstance(part, Tensor)})
 
 
 def _check(name: str, x: Tensor, w: Packed, W: Tensor, plan: dict | None = None) -> Check:
@@ -162,12 +160,6 @@ def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Con
                 yield from _widths(shape, bits, asked.dtype)
 
 
-def group_size_of(columns: int, wanted: int) -> int:
-    """The largest group up to `wanted` that divides the columns, a multiple of 8 if there is one."""
-    divisors = [size for size in range(min(wanted, columns), 0, -1) if columns % size == 0]
-    return next((size for size in divisors if size % 8 == 0), divisors[0])
-
-
 def _gpu(
     device: torch.device,
     shape: tuple[int, int],
@@ -180,47 +172,37 @@ def _gpu(
     from kernels.int_matmul.triton import candidates, key, overlapped
 
     (out, columns), dtype = shape, asked.dtype
-    copies = copies or min(MOST, max(2, -(-ROTATED // (out * columns * bits // 8))))
     x = torch.randn(tokens, columns, device=device, dtype=dtype)
+    rival = dense(x, shape, copies or copies_of(out * columns * bits // 8))
 
     def weight() -> Packed:
         codes = torch.randint(0, 256, (out, -(-columns // 8) * bits), device=device, dtype=torch.uint8)
         scale = torch.rand(out, columns // group_size, device=device).mul_(0.01).to(BF16)
         return Packed("rows", codes, scale, None, bits, group_size, shape)
 
-    small = [weight() for _ in range(copies)]
-    dense = [torch.randn(out, columns, device=device, dtype=dtype) for _ in range(copies)]
-    name = str(dtype).removeprefix("torch.")
-    contestants: dict[str, Callable[[int], object]] = {
-        "triton": lambda i: int_matmul(x, small[i], impl="triton"),
-        name: lambda i: F.linear(x, dense[i]),
-    }
-    expected = {"triton": times(x, lambda: dequantize(small[0])), name: times(x, lambda: dense[0])}
+    small = [weight() for _ in rival.weights]
+    calls: dict[str, Callable[[int], object]] = {"triton": lambda i: int_matmul(x, small[i], impl="triton")}
+    expected = {"triton": times(x, lambda: dequantize(small[0]))}
     tolerance: dict[str, float] = {}
     if bits == 4 and dtype != FP32 and tokens > 16 and (plan := overlapped(small[0], tokens)):
-        contestants["overlapped"] = _by(plan, lambda i: int_matmul(x, small[i], impl="triton"), small[0], tokens)
+        calls["overlapped"] = _by(plan, lambda i: int_matmul(x, small[i], impl="triton"), small[0], tokens)
         expected["overlapped"] = expected["triton"]
     wanted = asked.rivals and asked.wants(f"int_matmul W4 g{group_size} {out}x{columns} M={tokens}")
     if wanted and bits == 4 and dtype == BF16 and device.type == "cuda":
-        contestants |= rivals.contestants(x, small, expected, tolerance)
-    goals = GOALS.get((bits, out), {})
-    return Contest(
-        op="int_matmul",
-        detail=f"W{bits} g{group_size}",
-        shape=shape,
-        tokens=tokens,
-        contestants=contestants,
-        copies=copies,
-        ours="triton",
-        baseline=name,
-        rate=name,
-        least_bytes=_least(shape, tokens, bits, group_size),
-        flops=2 * tokens * out * columns,
-        goal=goals.get(tokens),
+        calls |= rivals.contestants(x, small, expected, tolerance)
+    return contest(
+        "int_matmul",
+        f"W{bits} g{group_size}",
+        x,
+        shape,
+        stored_bytes(shape, bits, group_size),
+        calls,
+        expected,
+        rival,
+        goal=GOALS.get((bits, out), {}).get(tokens),
         goal_us=8.8 if (bits, out, tokens) == (4, 14336, 1) else None,
         tune_key=key(small[0], tokens),
         candidates=candidates(small[0], tokens),
-        expected=expected,
         tolerance=tolerance,
     )
 
@@ -236,92 +218,75 @@ def _by(plan: dict, call: Callable, w: Packed, tokens: int) -> Callable:
     return run
 
 
-def _least(shape: tuple[int, int], tokens: int, bits: int, group_size: int) -> int:
-    out, columns = shape
-    return out * columns * bits // 8 + 2 * out * columns // group_size + 2 * tokens * (out + columns)
+def stored_bytes(shape: tuple[int, int], bits: int, group_size: int) -> int:
+    """Bytes of codes, and of scales in 16 bits."""
+    return shape[0] * shape[1] * bits // 8 + 2 * shape[0] * shape[1] // group_size
 
 
 @torch.no_grad()
 def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Contest]:
     out, columns = shape
-    group_size = group_size_of(columns, 64)
-    copies = max(2, min(64, (128 << 20) // (2 * out * columns)))
+    group_size, copies = group_size_of(columns, 64), cpu_copies(shape)
     codes, scale = torch.randint(0, 16, shape), torch.rand(out, columns // group_size).to(dtype)
     x = torch.randn(tokens, columns).to(dtype)
     rows = [pack(codes.roll(i, 0), scale, None, bits=4, group_size=group_size) for i in range(copies)]
-    dense = [torch.randn(out, columns).to(dtype) for _ in range(copies)]
-    name = str(dtype).removeprefix("torch.")
-    contestants: dict[str, Callable[[int], object]] = {name: lambda i: F.linear(x, dense[i])}
-    expected = {name: times(x, lambda: dense[0])}
-    baseline = name
-    if lays_out(dtype) and dtype != FP16:
-        reordered = [lay_out(W, tokens) for W in dense]
-        baseline = f"{name} prepacked"
-        contestants[baseline] = lambda i: product(x, reordered[i])
-        expected[baseline] = expected[name]
-    if tiles_fit(shape, 4, group_size, dtype, x.device):
-        tiles = [to_tiles(w, dtype) for w in rows]
-        contestants["tiles"] = lambda i: int_matmul(x, tiles[i], impl="cpu")
-        expected["tiles"] = times(x, lambda: dequantize(tiles[0]))
+    calls: dict[str, Callable[[int], object]] = {}
+    expected: dict[str, Expected] = {}
     if panels_fit(rows[0], dtype, x.device):
         panels = [to_panels(w) for w in rows]
-        contestants["panels"] = lambda i: int_matmul(x, panels[i], impl="cpu")
+        calls["panels"] = lambda i: int_matmul(x, panels[i], impl="cpu")
         expected["panels"] = times(x, lambda: dequantize(panels[0]))
-    ours = next((name for name in ("panels", "tiles") if name in contestants), None)
-    if ours is not None:
-        yield Contest(
-            op="int_matmul",
-            detail=f"W4 g{group_size}",
-            shape=shape,
-            tokens=tokens,
-            contestants=contestants,
-            copies=copies,
-            ours=ours,
-            baseline=baseline,
-            rate="bfloat16" if dtype == BF16 else "float32",
-            least_bytes=_least(shape, tokens, 4, group_size),
-            flops=2 * tokens * out * columns,
-            goal=2.5 if tokens == 1 and dtype == BF16 and shape in ((8192, 2048), (14336, 4096)) else None,
-            expected=expected,
-        )
-
-
-@torch.no_grad()
-def _widths(shape: tuple[int, int], bits: int, dtype: torch.dtype) -> Iterator[Contest]:
-    """One token times codes of `bits` bits, and times 4-bit codes, both read from memory."""
-    out, columns = shape
-    group_size = group_size_of(columns, 64)
-    scale = torch.rand(out, columns // group_size).to(dtype)
-    x = torch.randn(1, columns).to(dtype)
-    if not panels_fit(
-        pack(torch.zeros(shape, dtype=torch.uint8), scale, None, bits=4, group_size=group_size), dtype, x.device
-    ):
+    if tiles_fit(shape, 4, group_size, dtype, x.device):
+        tiles = [to_tiles(w, dtype) for w in rows]
+        calls["tiles"] = lambda i: int_matmul(x, tiles[i], impl="cpu")
+        expected["tiles"] = times(x, lambda: dequantize(tiles[0]))
+    if not calls:
         return
-    copies = max(2, ROTATED // (out * columns * min(bits, 4) // 8))
+    rival, name = dense(x, shape, copies), str(dtype).removeprefix("torch.")
+    if rival.name != name:
+        calls[name], expected[name] = lambda i: F.linear(x, rival.weights[i]), times(x, lambda: rival.weights[0])
+    goal = 2.5 if tokens == 1 and dtype == BF16 and shape in ((8192, 2048), (14336, 4096)) else None
+    more = {"rate": "bfloat16" if dtype == BF16 else "float32", "goal": goal}
+    stored = stored_bytes(shape, 4, group_size)
+    yield contest("int_matmul", f"W4 g{group_size}", x, shape, stored, calls, expected, rival, **more)
 
-    def weights(bits: int) -> list[Packed]:
-        first = to_panels(pack(torch.randint(1 << bits, shape), scale, None, bits=bits, group_size=group_size))
-        return [first._replace(codes=first.codes.clone()) for _ in range(copies)]
 
-    here, four = weights(bits), weights(4)
-    yield Contest(
-        op="int_matmul",
-        detail=f"W{bits} g{group_size}, against 4 bits",
-        shape=shape,
-        tokens=1,
-        contestants={
-            "panels": lambda i: int_matmul(x, here[i], impl="cpu"),
-            "4 bits": lambda i: int_matmul(x, four[i], impl="cpu"),
-        },
-        copies=copies,
-        ours="panels",
-        baseline="4 bits",
-        rate="bfloat16" if dtype == BF16 else "float32",
-        least_bytes=_least(shape, 1, bits, group_size),
-        flops=2 * out * columns,
-        goal={2: 1.6, 3: 1.25}.get(bits) if dtype == BF16 else None,
-        expected={
-            "panels": times(x, lambda: dequantize(here[0])),
-            "4 bits": times(x, lambda: dequantize(four[0])),
-        },
-    )
+def _widths(shape: tuple[int, int], bits: int, dtype: torch.dtype) -> Iterator[Contest]:
+    here, four = (panels_of(shape, b, bits, dtype) for b in (bits, 4))
+    x = torch.randn(1, shape[1]).to(dtype)
+    if panels_fit(here[0], dtype, x.device):
+        more = {"rate": "bfloat16" if dtype == BF16 else "float32"}
+        more |= {"goal": {2: 1.6, 3: 1.25}.get(bits) if dtype == BF16 else None}
+        yield against_four_bits("int_matmul", "", x, here, four, {"panels": in_16_bits(x)}, **more)
+
+
+def panels_of(shape: tuple[int, int], bits: int, against: int, dtype: torch.dtype) -> list[Packed]:
+    """Copies of a weight of random codes in `panels`, as many as the comparison of `against` bits with 4 needs."""
+    group_size = group_size_of(shape[1], 64)
+    scale, codes = torch.rand(shape[0], shape[1] // group_size).to(dtype), torch.randint(1 << bits, shape)
+    first = to_panels(pack(codes, scale, None, bits=bits, group_size=group_size))
+    copies = max(2, ROTATED // (shape[0] * shape[1] * min(against, 4) // 8))
+    return [first._replace(codes=first.codes.clone()) for _ in range(copies)]
+
+
+Way = tuple[Callable[[Packed], Tensor], Callable[[Packed], Expected]]  # a product with a weight, and what is right
+
+
+def in_16_bits(x: Tensor) -> Way:
+    """`int_matmul` on a CPU."""
+    return lambda w: int_matmul(x, w, impl="cpu"), lambda w: times(x, lambda: dequantize(w))
+
+
+def against_four_bits(
+    op: str, suffix: str, x: Tensor, here: list[Packed], four: list[Packed], ways: dict[str, Way], **more: Any
+) -> Contest:
+    """One token times codes of some bits, and times 4-bit codes, both read from memory; ours is the first way."""
+    calls, expected = {}, {}
+    for number, (way, (call, right)) in enumerate(ways.items()):
+        for name, weights in ((way, here), (f"4 bits {way}" if number else "4 bits", four)):
+            calls[name] = lambda i, call=call, weights=weights: call(weights[i])
+            expected[name] = right(weights[0])
+    w, rival = here[0], Dense("4 bits", four, calls["4 bits"])
+    name, stored = f"W{w.bits} g{w.group_size}{suffix}, against 4 bits", stored_bytes(w.shape, w.bits, w.group_size)
+    made = contest(op, name, x, w.shape, stored, calls, expected, rival, **more)
+    return replace(made, expected=expected)

@@ -309,7 +309,7 @@ def _contest(
     def cache(bits: int, S: int) -> KV:
         k, v = (torch.randn(B, H_kv, S, D, device=device, dtype=torch.bfloat16) for _ in range(2))
         group = 128 if S % 128 == 0 else 32
-        if float8:
+        if float8 and bits != 16:
             return quantize_kv_float8(k, v, group)
         return KV(k, v) if bits == 16 else quantize_kv(k, v, bits, group)
 

@@ -3,18 +3,16 @@
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.int_matmul.cases import MOST, group_size_of
+from kernels.cases.products import contest, copies_of, cpu_copies, dense, group_size_of
 from kernels.interpreter import triton_takes
-from kernels.linear.onednn import lay_out, lays_out, product
+from kernels.linear.onednn import lays_out
 from kernels.lut_matmul import FP4, NF4, Codebook, lut_matmul, pack_codebook, panels_fit, to_panels
 from kernels.lut_matmul.reference import dequantize
 from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, TimedSizes, times
 from kernels.tuning import trying
 
-ROTATED = 256 << 20  # bytes of packed weights in rotation
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -111,7 +109,7 @@ def _gpu(
 
     out, columns = shape
     bits, group_size = (3 if kind.startswith("8") else 4), (group_size_of(columns, 64) if kind == "NF4" else columns)
-    copies = copies or min(MOST, max(2, -(-ROTATED // (out * columns * bits // 8))))
+    copies = copies or copies_of(out * columns * bits // 8)
     x = torch.randn(tokens, columns, device=device, dtype=dtype)
 
     def weight() -> Codebook:
@@ -124,13 +122,9 @@ def _gpu(
         )
 
     small = [weight() for _ in range(copies)]
-    dense = [torch.randn(out, columns, device=device, dtype=dtype) for _ in range(copies)]
-    name = str(dtype).removeprefix("torch.")
-    contestants: dict[str, Callable[[int], object]] = {
-        "triton": lambda i: lut_matmul(x, small[i], impl="triton"),
-        name: lambda i: F.linear(x, dense[i]),
-    }
-    expected = {"triton": times(x, lambda: dequantize(small[0])), name: times(x, lambda: dense[0])}
+    rival = dense(x, shape, copies)
+    calls: dict[str, Callable[[int], object]] = {"triton": lambda i: lut_matmul(x, small[i], impl="triton")}
+    expected = {"triton": times(x, lambda: dequantize(small[0]))}
     tune_key, plans = key(small[0], tokens), candidates(small[0], tokens)
     if plans[0]["pairs"]:  # the other way to look codes up
 
@@ -138,26 +132,22 @@ def _gpu(
             with trying("lut_matmul", tune_key, plans[1]):
                 return lut_matmul(x, small[i], impl="triton")
 
-        contestants["triton, permutations"], expected["triton, permutations"] = permuted, expected["triton"]
+        calls["triton, permutations"], expected["triton, permutations"] = permuted, expected["triton"]
     if kind == "NF4" and group_size == 64 and device.type == "cuda":
-        contestants |= _bitsandbytes(x, dense, expected)
+        calls |= _bitsandbytes(x, rival.weights, expected)
     tables = 2 * out * columns // group_size if kind == "NF4" else 2 * out << bits
-    return Contest(
-        op="lut_matmul",
-        detail=f"{kind} g{group_size}" if kind == "NF4" else kind,
-        shape=shape,
-        tokens=tokens,
-        contestants=contestants,
-        copies=copies,
-        ours="triton",
-        baseline=name,
-        rate=name,
-        least_bytes=out * columns * bits // 8 + tables + 2 * tokens * (out + columns),
-        flops=2 * tokens * out * columns,
+    return contest(
+        "lut_matmul",
+        f"{kind} g{group_size}" if kind == "NF4" else kind,
+        x,
+        shape,
+        out * columns * bits // 8 + tables,
+        calls,
+        expected,
+        rival,
         goal=3.0 if kind == "NF4" and tokens == 1 and out == 14336 else None,
         tune_key=tune_key,
         candidates=plans,
-        expected=expected,
     )
 
 
@@ -178,36 +168,14 @@ def _bitsandbytes(x: Tensor, dense: list[Tensor], expected: dict[str, Expected])
 def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Contest]:
     """NF4 compared with the fastest dense product, and with bitsandbytes' own on a CPU if it is installed."""
     out, columns = shape
-    group_size = group_size_of(columns, 64)
-    copies = max(2, min(64, (128 << 20) // (2 * out * columns)))
+    group_size, copies = group_size_of(columns, 64), cpu_copies(shape)
     codes, scale = torch.randint(0, 16, shape), torch.rand(out, columns // group_size).to(dtype)
     first = pack_codebook(codes, NF4, scale, group_size=group_size)
     if not lays_out(dtype) or dtype == FP16 or not panels_fit(first, dtype, codes.device):
         return
     x = torch.randn(tokens, columns).to(dtype)
     small = [to_panels(pack_codebook(codes.roll(i, 0), NF4, scale, group_size=group_size)) for i in range(copies)]
-    dense = [torch.randn(out, columns).to(dtype) for _ in range(copies)]
-    packed = [lay_out(W, tokens) for W in dense]
-    name = str(dtype).removeprefix("torch.")
-    expected = {
-        "panels": times(x, lambda: dequantize(small[0])),
-        f"{name} prepacked": times(x, lambda: dense[0]),
-    }
-    yield Contest(
-        op="lut_matmul",
-        detail=f"NF4 g{group_size}",
-        shape=shape,
-        tokens=tokens,
-        contestants={
-            "panels": lambda i: lut_matmul(x, small[i], impl="cpu"),
-            f"{name} prepacked": lambda i: product(x, packed[i]),
-        }
-        | _bitsandbytes(x, dense, expected),
-        copies=copies,
-        ours="panels",
-        baseline=f"{name} prepacked",
-        rate="bfloat16" if dtype == BF16 else "float32",
-        least_bytes=out * columns // 2 + 2 * out * columns // group_size + 2 * tokens * (out + columns),
-        flops=2 * tokens * out * columns,
-        expected=expected,
-    )
+    rival, expected = dense(x, shape, copies), {"panels": times(x, lambda: dequantize(small[0]))}
+    calls = {"panels": lambda i: lut_matmul(x, small[i], impl="cpu"), **_bitsandbytes(x, rival.weights, expected)}
+    stored = out * columns // 2 + 2 * out * columns // group_size
+    yield contest("lut_matmul", f"NF4 g{group_size}", x, shape, stored, calls, expected, rival)

@@ -1,21 +1,19 @@
 """The checks of `trellis_matmul`, and the shapes on which it is timed."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
-from kernels.int_matmul.cases import MOST
+from kernels.cases.products import contest, copies_of, cpu_copies, dense
 from kernels.interpreter import triton_takes
-from kernels.linear.onednn import lay_out, lays_out, product
+from kernels.linear.onednn import lays_out
 from kernels.support.declarations import TOLERANCE, Check, Contest, TimedSizes, times
 from kernels.trellis_matmul import UNIT, Trellis, length_for, trellis_matmul
 from kernels.trellis_matmul.layout import MULTIPLIER
 from kernels.trellis_matmul.reference import decode
-
-ROTATED = 256 << 20  # bytes of codes in rotation on a GPU
 
 
 def checks(device: torch.device) -> list[Check]:
@@ -94,7 +92,8 @@ def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Con
     for shape in asked.shapes or (((96, 256),) if toy else ((1536, 576), (8192, 2048))):
         for tokens in asked.tokens or ((2,) if toy else (1, 4, 64)):
             for bits in (3,) if toy else (2, 3):
-                yield _contest(shape, tokens, bits, asked.dtype)
+                x = torch.randn(tokens, shape[1]).to(asked.dtype)
+                yield _contest(x, _random(shape, bits, cpu_copies(shape), device), "cpu", rate="float32")
 
 
 def _random(shape: tuple[int, int], bits: int, copies: int, device: torch.device) -> list[Trellis]:
@@ -115,55 +114,15 @@ def _gpu(
 ) -> Contest:
     from kernels.trellis_matmul.triton import FEW, candidates, key
 
-    out, columns = shape
-    copies = copies or min(MOST, max(2, -(-ROTATED // (out * columns * bits // 8))))
-    small = _random(shape, bits, copies, device)
-    dense = [torch.randn(out, columns, device=device, dtype=dtype) for _ in range(copies)]
-    x = torch.randn(tokens, columns, device=device, dtype=dtype)
-    name = str(dtype).removeprefix("torch.")
-    return Contest(
-        op="trellis_matmul",
-        detail=f"{bits} bits",
-        shape=shape,
-        tokens=tokens,
-        contestants={
-            "triton": lambda i: trellis_matmul(x, small[i], impl="triton"),
-            name: lambda i: F.linear(x, dense[i]),
-        },
-        copies=copies,
-        ours="triton",
-        baseline=name,
-        rate=name,
-        least_bytes=out * columns * bits // 8 + 4 * out + x.element_size() * tokens * (out + columns),
-        flops=2 * tokens * out * columns,
-        tune_key=key(small[0], tokens) if tokens <= FEW else None,
-        candidates=candidates(small[0], tokens) if tokens <= FEW else [],
-        expected={"triton": times(x, lambda: weights(small[0])), name: times(x, lambda: dense[0])},
-    )
+    small = _random(shape, bits, copies or copies_of(shape[0] * shape[1] * bits // 8), device)
+    x = torch.randn(tokens, shape[1], device=device, dtype=dtype)
+    tuned = {"tune_key": key(small[0], tokens), "candidates": candidates(small[0], tokens)} if tokens <= FEW else {}
+    return _contest(x, small, "triton", **tuned)
 
 
-def _contest(shape: tuple[int, int], tokens: int, bits: int, dtype: torch.dtype) -> Contest:
-    out, columns = shape
-    copies = max(2, min(64, (128 << 20) // (2 * out * columns)))
-    small = _random(shape, bits, copies, torch.device("cpu"))
-    dense = [torch.randn(out, columns).to(dtype) for _ in range(copies)]
-    packed = [lay_out(W, tokens) for W in dense]
-    x = torch.randn(tokens, columns).to(dtype)
-    name = str(dtype).removeprefix("torch.")
-    return Contest(
-        op="trellis_matmul",
-        detail=f"{bits} bits",
-        shape=shape,
-        tokens=tokens,
-        contestants={
-            "cpu": lambda i: trellis_matmul(x, small[i], impl="cpu"),
-            f"{name} prepacked": lambda i: product(x, packed[i]),
-        },
-        copies=copies,
-        ours="cpu",
-        baseline=f"{name} prepacked",
-        rate="float32",
-        least_bytes=out * columns * bits // 8 + 4 * out + x.element_size() * tokens * (out + columns),
-        flops=2 * tokens * out * columns,
-        expected={"cpu": times(x, lambda: weights(small[0])), f"{name} prepacked": times(x, lambda: dense[0])},
-    )
+def _contest(x: Tensor, small: list[Trellis], impl: str, **more: Any) -> Contest:
+    calls = {impl: lambda i: trellis_matmul(x, small[i], impl=impl)}
+    expected = {impl: times(x, lambda: weights(small[0]))}
+    w, rival = small[0], dense(x, small[0].shape, len(small))
+    stored = w.shape[0] * w.shape[1] * w.bits // 8 + 4 * w.shape[0]
+    return contest("trellis_matmul", f"{w.bits} bits", x, w.shape, stored, calls, expected, rival, **more)

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import native
 from kernels.capability import too_old
+from kernels.cases.products import contest, copies_of, cpu_copies, dense, group_size_of
 from kernels.int_matmul import Packed, int_matmul, pack, to_panels
-from kernels.int_matmul.cases import group_size_of
+from kernels.int_matmul.cases import against_four_bits, in_16_bits, integer_weight, moved, panels_of, stored_bytes
 from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
-from kernels.linear.onednn import lay_out, lays_out, product
+from kernels.linear.onednn import lays_out
 from kernels.lut_matmul import Codebook, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
 from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, TimedSizes, times
@@ -22,7 +22,6 @@ from kernels.w4a8_matmul.groups import native_takes, triton_reads
 from kernels.w8a8_matmul import prepacked_fits, quantize_rows, quantize_weight, to_prepacked, w8a8_matmul
 from kernels.w8a8_matmul.cases import SHORT, of_codes
 
-ROTATED = 256 << 20  # bytes of packed weights in rotation
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -50,22 +49,22 @@ def checks(device: torch.device) -> list[Check]:
     generator = torch.Generator().manual_seed(0)
     found = []
     for bits, out, columns, group_size, symmetric, tokens, dtype, x_bits, x_group, static in cases:
-        w, W = _weight(generator, (out, columns), bits, group_size, symmetric)
+        w, W = integer_weight(generator, out, columns, bits, group_size, symmetric, device)
         x = (torch.randn(*tokens, columns, generator=generator) * 3).to(device, dtype)
         steps = columns // x_group if x_group else 1
         scale = (torch.rand(steps, generator=generator) * 0.5 + 0.01).to(device) if static else None
         zeros = "symmetric" if symmetric else "zero points"
         name = f"W{bits} g{group_size} {zeros} A{x_bits} g{x_group}{' static' * static}, {tokens} x {out} x {columns}"
-        found.append(_check(name, x, _moved(w, device), W.to(device), x_bits, x_group, scale))
+        found.append(_check(name, x, w, W, x_bits, x_group, scale))
     for group_size, tokens, dtype, x_bits, x_group in (
         (16, 3, BF16, 8, None),
         (32, 35, FP32, 4, 32),
         (64, 130, FP16, 8, None),
     ):
         x = torch.randn(tokens, 192, generator=generator).to(device, dtype)
-        w, W = _looked_up(generator, (37, 192), group_size)
+        w, W = _looked_up(generator, (37, 192), group_size, device)
         name = f"a table of integers g{group_size} A{x_bits} g{x_group}, {tokens} x 37 x 192"
-        found.append(_check(name, x, _moved(w, device), W.to(device), x_bits, x_group, None))
+        found.append(_check(name, x, w, W, x_bits, x_group, None))
     for bits, out, columns, group_size, tokens, dtype, x_group, wide, static in (
         (4, 48, 512, 128, 5, BF16, 64, 3, False),
         (4, 37, 256, 64, 40, FP32, 128, 1, True),
@@ -73,59 +72,43 @@ def checks(device: torch.device) -> list[Check]:
         (4, 70, 192, 16, 33, FP32, 32, 1, False),
         (3, 20, 96, 48, 130, BF16, 16, 2, False),
     ):
-        w, W = _weight(generator, (out, columns), bits, group_size, True)
+        w, W = integer_weight(generator, out, columns, bits, group_size, True, device)
         x = torch.randn(tokens, columns, generator=generator).to(device, dtype)
         scale = (torch.rand(columns // x_group, generator=generator) * 0.5 + 0.01).to(device) if static else None
         order = torch.randperm(columns, generator=generator).int().to(device) if wide != 9 else None
         how = {"x_wide": wide, "x_order": order}
         name = f"W{bits} g{group_size} A4 g{x_group} of which {wide} in 8 bits{', ordered' * (order is not None)}"
         name = f"{name}{' static' * static}, {tokens} x {out} x {columns}"
-        found.append(_check(name, x, _moved(w, device), W.to(device), 4, x_group, scale, **how))
+        found.append(_check(name, x, w, W, 4, x_group, scale, **how))
     for out, columns, group_size, symmetric, tokens, dtype, x_group, static in (
         (48, 512, 128, True, 3, BF16, None, False),
         (37, 256, 64, True, 40, FP32, 128, True),
         (131, 384, 192, True, 130, FP16, 64, False),
         (20, 96, 24, False, 5, FP32, None, False),
     ):
-        w, W = _weight(generator, (out, columns), 4, group_size, symmetric)
+        w, W = integer_weight(generator, out, columns, 4, group_size, symmetric, device)
         x = torch.randn(tokens, columns, generator=generator).to(device, dtype)
         scale = (torch.rand(columns // x_group, generator=generator) * 0.01 + 0.002).to(device) if static else None
         name = f"W4 g{group_size} fp8 g{x_group}{' static' * static}, {tokens} x {out} x {columns}"
-        found.append(_check(name, x, _moved(w, device), W.to(device), 8, x_group, scale, x_float=True))
+        found.append(_check(name, x, w, W, 8, x_group, scale, x_float=True))
     for tokens, group_size, x_group, dtype in ((3, 64, None, BF16), (33, 128, 64, FP32)):
-        w, W = _weight(generator, (37, 256), 4, group_size, True)
-        found.append(_check_codes(generator, device, tokens, _moved(w, device), W.to(device), x_group, dtype))
-    w, W = _weight(generator, (48, 256), 4, 64, True)
+        w, W = integer_weight(generator, 37, 256, 4, group_size, True, device)
+        found.append(_check_codes(generator, device, tokens, w, W, x_group, dtype))
+    w, W = integer_weight(generator, 48, 256, 4, 64, True, device)
     wide = torch.randn(2 * 256, 11, generator=generator).to(device, BF16).t()[:, ::2]
-    found.append(_check("x transposed, every other column", wide, _moved(w, device), W.to(device), 8, None, None))
+    found.append(_check("x transposed, every other column", wide, w, W, 8, None, None))
     return found
 
 
-def _weight(
-    generator: torch.Generator, shape: tuple[int, int], bits: int, group_size: int, symmetric: bool
-) -> tuple[Packed, Tensor]:
-    """The weight in `rows`, and W in float64."""
-    groups = (shape[0], shape[1] // group_size)
-    codes = torch.randint(0, 1 << bits, shape, generator=generator)
-    scale = ((torch.rand(groups, generator=generator) - 0.3) * 0.1).to(BF16)
-    zero = None if symmetric else torch.randint(0, 1 << bits, groups, generator=generator)
-    shift = 1 << (bits - 1) if zero is None else zero.repeat_interleave(group_size, 1)
-    W = (codes - shift).double() * scale.double().repeat_interleave(group_size, 1)
-    return pack(codes, scale, zero, bits=bits, group_size=group_size), W
-
-
-def _looked_up(generator: torch.Generator, shape: tuple[int, int], group_size: int) -> tuple[Codebook, Tensor]:
+def _looked_up(
+    generator: torch.Generator, shape: tuple[int, int], group_size: int, device: torch.device
+) -> tuple[Codebook, Tensor]:
     """Indices into a table of integers, in rows, and W in float64."""
     table = torch.randint(-127, 128, (16,), generator=generator).float()
     codes = torch.randint(0, 16, shape, generator=generator)
     scale = ((torch.rand(shape[0], shape[1] // group_size, generator=generator) - 0.3) * 0.01).to(BF16)
     W = table.double()[codes] * scale.double().repeat_interleave(group_size, 1)
-    return pack_codebook(codes, table, scale, group_size=group_size), W
-
-
-def _moved(w: Packed | Codebook, device: torch.device) -> Packed | Codebook:
-    moved = {name: part.to(device) for name, part in w._asdict().items() if isinstance(part, Tensor)}
-    return w._replace(**moved)
+    return moved(pack_codebook(codes, table, scale, group_size=group_size), device), W.to(device)
 
 
 def _check(
@@ -210,7 +193,7 @@ def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Con
     elif device.type == "cuda":
         for shape in asked.shapes or ((14336, 4096), (4096, 4096)):
             for tokens in asked.tokens or (1, 16, 64, 256, 2048):
-                yield _gpu(device, shape, tokens, asked.dtype, max(2, ROTATED // (shape[0] * shape[1])))
+                yield _gpu(device, shape, tokens, asked.dtype, copies_of(shape[0] * shape[1]))
     else:
         for shape in asked.shapes or ((576, 576), (1536, 576), (576, 1536), (4096, 4096)):
             for tokens in asked.tokens or (1, 16, 64, 256, 512):
@@ -230,52 +213,32 @@ def rounded(x: Tensor, w: Callable[[], Packed], bits: int = 8, kind: torch.dtype
     return expected
 
 
-def _least(shape: tuple[int, int], tokens: int, bits: int, group_size: int) -> int:
-    out, columns = shape
-    return out * columns * bits // 8 + 2 * out * columns // group_size + 2 * tokens * (out + columns)
-
-
 def _gpu(device: torch.device, shape: tuple[int, int], tokens: int, dtype: torch.dtype, copies: int) -> Contest:
     from kernels.w4a8_matmul.triton import CANDIDATES, key
 
     out, columns = shape
     x = torch.randn(tokens, columns, device=device, dtype=dtype)
-    group_size = 128
+    group_size, rival = 128, dense(x, shape, copies)
     scale = torch.rand(out, columns // group_size, device=device).to(BF16)
     codes = [torch.randint(0, 256, (out, columns // 2), device=device, dtype=torch.uint8) for _ in range(copies)]
     small = [Packed("rows", c, scale, None, 4, group_size, shape) for c in codes]
     eight = [quantize_weight(torch.randn(shape, device=device), torch.int8) for _ in range(copies)]
-    dense = [torch.randn(shape, device=device, dtype=dtype) for _ in range(copies)]
-    name = str(dtype).removeprefix("torch.")
     fp8 = {"triton fp8": lambda i: w4a8_matmul(x, small[i], x_float=True, impl="triton")}
-    return Contest(
-        op="w4a8_matmul",
-        detail=f"W4 g{group_size} A8",
-        shape=shape,
-        tokens=tokens,
-        contestants={
-            "triton": lambda i: w4a8_matmul(x, small[i], impl="triton"),
-            **(fp8 if too_old(device, float8=True) is None else {}),
-            "w8a8": lambda i: w8a8_matmul(x, eight[i], impl="triton"),
-            "int_matmul": lambda i: int_matmul(x, small[i], impl="triton"),
-            name: lambda i: F.linear(x, dense[i]),
-        },
-        copies=copies,
-        ours="triton",
-        baseline=name,
-        least_bytes=_least(shape, tokens, 4, group_size),
-        flops=2 * tokens * out * columns,
-        rate="int8",
-        tune_key=key(small[0], tokens),
-        candidates=CANDIDATES,
-        expected={
-            "triton": rounded(x, lambda: small[0]),
-            "triton fp8": rounded(x, lambda: small[0], kind=torch.float8_e4m3fn),
-            "w8a8": of_codes(x, lambda: eight[0]),
-            "int_matmul": times(x, lambda: dequantize(small[0])),
-            name: times(x, lambda: dense[0]),
-        },
-    )
+    calls = {
+        "triton": lambda i: w4a8_matmul(x, small[i], impl="triton"),
+        **(fp8 if too_old(device, float8=True) is None else {}),
+        "w8a8": lambda i: w8a8_matmul(x, eight[i], impl="triton"),
+        "int_matmul": lambda i: int_matmul(x, small[i], impl="triton"),
+    }
+    expected = {
+        "triton": rounded(x, lambda: small[0]),
+        "triton fp8": rounded(x, lambda: small[0], kind=torch.float8_e4m3fn),
+        "w8a8": of_codes(x, lambda: eight[0]),
+        "int_matmul": times(x, lambda: dequantize(small[0])),
+    }
+    more = {"rate": "int8", "tune_key": key(small[0], tokens), "candidates": CANDIDATES}
+    stored = stored_bytes(shape, 4, group_size)
+    return contest("w4a8_matmul", f"W4 g{group_size} A8", x, shape, stored, calls, expected, rival, **more)
 
 
 @torch.no_grad()
@@ -285,94 +248,38 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
     group_size = group_size_of(columns, 64)
     if not native.w4a8_runs() or not lays_out(dtype) or dtype == FP16:
         return
-    copies = max(2, min(64, (128 << 20) // (2 * out * columns)))
+    copies = cpu_copies(shape)
     x = torch.randn(tokens, columns).to(dtype)
-    first = to_panels(
-        pack(
-            torch.randint(16, shape),
-            torch.rand(out, columns // group_size).to(BF16),
-            None,
-            bits=4,
-            group_size=group_size,
-        )
-    )
+    codes, scale = torch.randint(16, shape), torch.rand(out, columns // group_size).to(BF16)
+    first = to_panels(pack(codes, scale, None, bits=4, group_size=group_size))
     small = [first._replace(codes=first.codes.clone()) for _ in range(copies)]
-    dense = [torch.randn(out, columns).to(dtype) for _ in range(copies)]
-    reordered = [lay_out(W, tokens) for W in dense]
-    name = f"{str(dtype).removeprefix('torch.')} prepacked"
-    contestants: dict[str, Callable[[int], object]] = {
+    rival = dense(x, shape, copies)
+    calls: dict[str, Callable[[int], object]] = {
         "cpu": lambda i: w4a8_matmul(x, small[i], impl="cpu"),
         "A4": lambda i: w4a8_matmul(x, small[i], x_bits=4, impl="cpu"),
         "int_matmul": lambda i: int_matmul(x, small[i], impl="cpu"),
-        name: lambda i: product(x, reordered[i]),
     }
     expected: dict[str, Expected] = {
         "cpu": rounded(x, lambda: small[0]),
         "A4": rounded(x, lambda: small[0], 4),
         "int_matmul": times(x, lambda: dequantize(small[0])),
-        name: times(x, lambda: dense[0]),
         "w8a8": of_codes(x, lambda: rows),
     }
-    rows = quantize_weight(dense[0], torch.int8)
+    rows = quantize_weight(rival.weights[0], torch.int8)
     if prepacked_fits(rows):
-        eight = [to_prepacked(quantize_weight(W, torch.int8)) for W in dense]
-        contestants["w8a8"] = lambda i: w8a8_matmul(x, eight[i], impl="cpu")
-    yield Contest(
-        op="w4a8_matmul",
-        detail=f"W4 g{group_size} A8",
-        shape=shape,
-        tokens=tokens,
-        contestants=contestants,
-        copies=copies,
-        ours="cpu",
-        baseline="w8a8" if tokens >= 256 and "w8a8" in contestants else "int_matmul",
-        rate="int8",
-        least_bytes=_least(shape, tokens, 4, group_size),
-        flops=2 * tokens * out * columns,
-        goal=1.0 if tokens == 1 or tokens >= 256 else None,
-        expected=expected,
-    )
+        eight = [to_prepacked(quantize_weight(W, torch.int8)) for W in rival.weights]
+        calls["w8a8"] = lambda i: w8a8_matmul(x, eight[i], impl="cpu")
+    baseline = "w8a8" if tokens >= 256 and "w8a8" in calls else "int_matmul"
+    more = {"baseline": baseline, "rate": "int8", "goal": 1.0 if tokens == 1 or tokens >= 256 else None}
+    stored = stored_bytes(shape, 4, group_size)
+    yield contest("w4a8_matmul", f"W4 g{group_size} A8", x, shape, stored, calls, expected, rival, **more)
 
 
-@torch.no_grad()
 def _widths(shape: tuple[int, int], bits: int, dtype: torch.dtype) -> Iterator[Contest]:
-    """One token times codes of `bits` bits, and times 4-bit codes, both read from memory."""
     if not native.w4a8_runs():
         return
-    out, columns = shape
-    group_size = group_size_of(columns, 64)
-    scale = torch.rand(out, columns // group_size).to(BF16)
-    x = torch.randn(1, columns).to(dtype)
-    copies = max(2, ROTATED // (out * columns * bits // 8))
-
-    def weights(bits: int) -> list[Packed]:
-        codes = torch.randint(1 << bits, shape, dtype=torch.uint8)
-        first = to_panels(pack(codes, scale, None, bits=bits, group_size=group_size))
-        return [first._replace(codes=first.codes.clone()) for _ in range(copies)]
-
-    here, four = weights(bits), weights(4)
-    yield Contest(
-        op="w4a8_matmul",
-        detail=f"W{bits} g{group_size} A8, against 4 bits",
-        shape=shape,
-        tokens=1,
-        contestants={
-            "cpu": lambda i: w4a8_matmul(x, here[i], impl="cpu"),
-            "4 bits": lambda i: w4a8_matmul(x, four[i], impl="cpu"),
-            "A16": lambda i: int_matmul(x, here[i], impl="cpu"),
-            "4 bits A16": lambda i: int_matmul(x, four[i], impl="cpu"),
-        },
-        copies=copies,
-        ours="cpu",
-        baseline="4 bits",
-        rate="int8",
-        least_bytes=_least(shape, 1, bits, group_size),
-        flops=2 * out * columns,
-        goal={2: 1.6, 3: 1.25}[bits],
-        expected={
-            "cpu": rounded(x, lambda: here[0]),
-            "4 bits": rounded(x, lambda: four[0]),
-            "A16": times(x, lambda: dequantize(here[0])),
-            "4 bits A16": times(x, lambda: dequantize(four[0])),
-        },
-    )
+    here, four = (panels_of(shape, b, bits, BF16) for b in (bits, 4))
+    x = torch.randn(1, shape[1]).to(dtype)
+    ways = {"cpu": (lambda w: w4a8_matmul(x, w, impl="cpu"), lambda w: rounded(x, lambda: w)), "A16": in_16_bits(x)}
+    goal = {2: 1.6, 3: 1.25}[bits]
+    yield against_four_bits("w4a8_matmul", " A8", x, here, four, ways, rate="int8", goal=goal)

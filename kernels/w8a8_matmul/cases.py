@@ -8,14 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.capability import too_old
+from kernels.cases.products import contest, copies_of, cpu_copies, dense
 from kernels.interpreter import triton_takes
-from kernels.linear.onednn import lay_out, product
-from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, TimedSizes, times
+from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, TimedSizes
 from kernels.w8a8_matmul import BLOCK, W8, prepacked_fits, quantize_rows, quantize_weight, to_prepacked, w8a8_matmul
 from kernels.w8a8_matmul.layout import has_vnni, in_one_call, integer_dots
 
-ROTATED = 256 << 20  # bytes of 8-bit weights in rotation
-MOST = 1024  # largest number of copies: small weights are in a cache anyway
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 SHORT = 5e-4  # fp8 on Hopper: sums of 128 products are kept in about 14 bits; an H100 reached 1.3e-4 in float32
 FAST = 1e-2  # libraries: all sums are kept in about 14 bits
@@ -105,14 +103,7 @@ def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Con
         for shape in asked.shapes or ((14336, 4096), (4096, 4096)):
             for kind in kinds(device):
                 for tokens in asked.tokens or (1, 16, 64, 256, 2048):
-                    yield _gpu(
-                        device,
-                        kind,
-                        shape,
-                        tokens,
-                        asked.dtype,
-                        min(MOST, max(2, -(-ROTATED // (shape[0] * shape[1])))),
-                    )
+                    yield _gpu(device, kind, shape, tokens, asked.dtype, copies_of(shape[0] * shape[1]))
     else:
         for shape in asked.shapes or ((192, 576), (576, 576), (1536, 576), (576, 1536), (4096, 4096), (14336, 4096)):
             for tokens in asked.tokens or (1, 16, 64, 256, 512):
@@ -122,36 +113,27 @@ def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Con
 def _gpu(
     device: torch.device, kind: torch.dtype, shape: tuple[int, int], tokens: int, dtype: torch.dtype, copies: int
 ) -> Contest:
-    out, columns = shape
-    x = torch.randn(tokens, columns, device=device, dtype=dtype)
-    dense = [torch.randn(out, columns, device=device, dtype=dtype) for _ in range(copies)]
-    name = str(dtype).removeprefix("torch.")
-    small = [quantize_weight(W, kind) for W in dense]
-    contestants: dict[str, Callable[[int], object]] = {
-        "triton": lambda i: w8a8_matmul(x, small[i], impl="triton"),
-        name: lambda i: F.linear(x, dense[i]),
-    }
-    library = _library(x, small)
-    contestants |= library
-    exactly = of_codes(x, lambda: small[0])
     from kernels.w8a8_matmul.triton import candidates, key
 
-    return Contest(
-        op="w8a8_matmul",
-        detail="int8" if kind == INT8 else "fp8",
-        shape=shape,
-        tokens=tokens,
-        contestants=contestants,
-        copies=copies,
-        ours="triton",
-        baseline=name,
-        least_bytes=out * columns + 4 * out + 2 * tokens * (out + columns),
-        flops=2 * tokens * out * columns,
+    out, columns = shape
+    x = torch.randn(tokens, columns, device=device, dtype=dtype)
+    rival = dense(x, shape, copies)
+    small = [quantize_weight(W, kind) for W in rival.weights]
+    library = _library(x, small)
+    calls = {"triton": lambda i: w8a8_matmul(x, small[i], impl="triton"), **library}
+    return contest(
+        "w8a8_matmul",
+        "int8" if kind == INT8 else "fp8",
+        x,
+        shape,
+        out * columns + 4 * out,
+        calls,
+        dict.fromkeys(calls, of_codes(x, lambda: small[0])),
+        rival,
         rate="int8" if kind == INT8 else "float8",
         goal=1.6 if tokens == 1 or tokens >= 256 else None,
         tune_key=key(tokens, out, columns, kind),
         candidates=candidates(tokens, kind),
-        expected={"triton": exactly, name: times(x, lambda: dense[0]), **dict.fromkeys(library, exactly)},
         tolerance={} if kind == INT8 else {"triton": SHORT, **dict.fromkeys(library, FAST)},
     )
 
@@ -223,33 +205,15 @@ def _cpu(shape: tuple[int, int], tokens: int, dtype: torch.dtype) -> Iterator[Co
     out, columns = shape
     if not has_vnni() or dtype == torch.float16:  # the baseline is oneDNN's
         return
-    copies = max(2, min(64, (128 << 20) // (2 * out * columns)))
     x = torch.randn(tokens, columns).to(dtype)
-    dense = [torch.randn(out, columns).to(dtype) for _ in range(copies)]
-    rows = [quantize_weight(W, INT8) for W in dense]
+    rival = dense(x, shape, cpu_copies(shape))
+    rows = [quantize_weight(W, INT8) for W in rival.weights]
     small, theirs = [to_prepacked(w) for w in rows], [to_prepacked(w, "prepacked") for w in rows]
-    packed = [lay_out(W, tokens) for W in dense]
-    name = f"{str(dtype).removeprefix('torch.')} prepacked"
-    yield Contest(
-        op="w8a8_matmul",
-        detail="int8",
-        shape=shape,
-        tokens=tokens,
-        contestants={
-            "cpu": lambda i: w8a8_matmul(x, small[i], impl="cpu"),
-            "cpu oneDNN": lambda i: w8a8_matmul(x, theirs[i], impl="cpu"),
-            "cpu int_mm": lambda i: w8a8_matmul(x, rows[i], impl="cpu"),
-            name: lambda i: product(x, packed[i]),
-        },
-        copies=copies,
-        ours="cpu",
-        baseline=name,
-        least_bytes=out * columns + 4 * out + 2 * tokens * (out + columns),
-        flops=2 * tokens * out * columns,
-        rate="int8",
-        goal=1.7 if tokens >= 256 or out >= 4096 else None,
-        expected={
-            **dict.fromkeys(("cpu", "cpu oneDNN", "cpu int_mm"), of_codes(x, lambda: rows[0])),
-            name: times(x, lambda: dense[0]),
-        },
-    )
+    calls = {
+        "cpu": lambda i: w8a8_matmul(x, small[i], impl="cpu"),
+        "cpu oneDNN": lambda i: w8a8_matmul(x, theirs[i], impl="cpu"),
+        "cpu int_mm": lambda i: w8a8_matmul(x, rows[i], impl="cpu"),
+    }
+    expected = dict.fromkeys(calls, of_codes(x, lambda: rows[0]))
+    more = {"rate": "int8", "goal": 1.7 if tokens >= 256 or out >= 4096 else None}
+    yield contest("w8a8_matmul", "int8", x, shape, out * columns + 4 * out, calls, expected, rival, **more)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.harness import agree, clock, jobs, roofline, timing, trial, validate
+from kernels.harness import clock, jobs, roofline, timing, trial, validate
 from kernels.harness.table import rows_table, table
 from kernels.harness.verify import OpVerdict, verify
 from kernels.support import capture, declarations
@@ -606,21 +606,6 @@ def test_rows_whose_clock_changed_are_marked():
         [{**row, "clocks": [1980, 1755]}]
     )
     assert "^" not in rows_table([{**row, "clocks": [1980, 1965]}]) + rows_table([row])
-
-
-def test_two_runs_agree_or_are_told_where_they_do_not(tmp_path, capsys):
-    def run(name, ours, clock):
-        row = {**trial.bare_row("a", "timed", "W4"), "shape": [4, 4], "tokens": 1, "clocks": [clock, clock - 15]}
-        row["seconds"] = {"ours": ours, "torch": 2e-5, "broken": None}
-        (tmp_path / name).write_text(json.dumps({"rows": [row]}))
-        return str(tmp_path / name)
-
-    first, near, far = run("a", 1e-5, 1980), run("b", 1.02e-5, 1980), run("c", 1.1e-5, 1755)
-    assert agree.main([first, near]) == 0 and "2 of 2 times agree within 3.0%" in capsys.readouterr().out
-    assert agree.main([first, far]) == 1
-    assert "a W4 4x4 M=1 ours: 10.0 and 11.0 us at 1980 / 1755 MHz" in capsys.readouterr().out
-    (tmp_path / "d").write_text(json.dumps({"rows": []}))
-    assert agree.main([first, str(tmp_path / "d")]) == 1, "nothing in common is no agreement"
 
 
 def test_results_go_where_the_environment_says(monkeypatch):
