@@ -136,7 +136,7 @@ def score(options: argparse.Namespace, model_name: str, file: Path, shell: nn.Mo
                 read = True
             progress = tqdm(cut, desc=f"{file.stem}, {text}", unit="window", leave=False)
             work.kept_json(kept, [float(token_losses(*predictions(shell, window)).sum()) for window in progress])
-        p = Perplexity.of(json.loads(kept.read_text()), [window.scored for window in cut], options.window, None)
+        p = Perplexity.of(json.loads(kept.read_text()), [window.scored for window in cut])
         found[text] = p.value, p.stderr
     return found
 
