@@ -39,7 +39,7 @@ class Scores:
         metrics: {"baseline": {metric: value}, "compressed": {...}, and one entry per further model}; units are in the
             names, the standard error of m is m_stderr.
         difference: {name: {metric: compressed - baseline}} if windows were paired, with standard errors.
-        texts: {corpus: {tokens, window, stride, bos}}.
+        texts: {corpus: {tokens, window, bos, windows}}.
         notes: measurements that were not possible, with the reasons.
         device, dtype, deploy_dtype: device and dtype of the models that were scored on text, and dtype of the models
             whose speed and size were measured.
@@ -92,7 +92,6 @@ def evaluate(
     texts: dict[str, Tensor],
     others: dict[str, nn.Module] | dict[str, LogitSource] | None = None,
     window: int = 2048,
-    stride: int | None = None,
     max_windows: int | None = None,
     beginning: Sequence[int] = (),
     bos: str = "once",
@@ -112,7 +111,7 @@ def evaluate(
         texts: {corpus: held-out ids [1, n]} for perplexity, divergence and agreement; a file has a short name in the
             metrics (`eval.text.names.text_name`).
         others: further models to score on the same texts (round-to-nearest on the same grid, say).
-        window, stride, max_windows, beginning, bos: the division of texts (`eval.text.windows.windows`).
+        window, max_windows, beginning, bos: the division of texts (`eval.text.windows.windows`).
         prompts, write_tokens: greedy generations shown side by side; none with 0 tokens.
         speed_*: see `eval.speed.speed.measure_speed`; with 0 rounds nothing is timed. Unless its length is given, the
             prompt of speed and memory has 512 tokens, or `window`, or half of the model's positions if that is less.
@@ -123,13 +122,12 @@ def evaluate(
     """
     others = others or {}
     if not isinstance(model, nn.Module):
-        how = {"window": window, "stride": stride, "max_windows": max_windows, "beginning": beginning, "bos": bos}
+        how = {"window": window, "max_windows": max_windows, "beginning": beginning, "bos": bos}
         return _evaluate_texts({"compressed": model, **others}, baseline, texts, **how)
     check_evaluation(
         model,
         texts,
         window=window,
-        stride=stride,
         max_windows=max_windows,
         bos=bos,
         speed_rounds=speed_rounds,
@@ -158,7 +156,6 @@ def evaluate(
                 baseline,
                 {"compressed": model, **others},
                 window,
-                stride,
                 max_windows,
                 beginning,
                 bos,
@@ -220,7 +217,6 @@ def score_text(
     texts: dict[str, Tensor],
     *,
     window: int = 2048,
-    stride: int | None = None,
     max_windows: int | None = None,
     beginning: Sequence[int] = (),
     bos: str = "once",
@@ -229,7 +225,7 @@ def score_text(
     timed."""
     scores = Scores({})
     for corpus, ids in texts.items():
-        _score_text(scores, corpus, ids, baseline, {"compressed": model}, window, stride, max_windows, beginning, bos)
+        _score_text(scores, corpus, ids, baseline, {"compressed": model}, window, max_windows, beginning, bos)
     _not_finite({"compressed": scores.metrics["compressed"]})
     return scores.metrics["compressed"]
 
@@ -264,13 +260,12 @@ def _score_text(
     baseline: nn.Module | LogitSource | None,
     models: dict[str, nn.Module] | dict[str, LogitSource],
     window: int,
-    stride: int | None,
     max_windows: int | None,
     beginning: Sequence[int],
     bos: str,
 ) -> None:
     corpus = text_name(corpus)
-    how: dict[str, Any] = {"window": window, "stride": stride, "limit": max_windows, "beginning": beginning, "bos": bos}
+    how: dict[str, Any] = {"window": window, "limit": max_windows, "beginning": beginning, "bos": bos}
     if baseline is None:
         perplexities, divergences = {name: perplexity(model, ids, **how) for name, model in models.items()}, {}
     else:
@@ -279,7 +274,6 @@ def _score_text(
     scores.texts[corpus] = {
         "tokens": reference.tokens,
         "window": window,
-        "stride": stride,
         "bos": bos,
         "windows": len(reference.counts),
     }
@@ -305,7 +299,6 @@ def check_evaluation(
     texts: dict[str, Tensor],
     *,
     window: int,
-    stride: int | None = None,
     max_windows: int | None = None,
     bos: str = "once",
     speed_rounds: int = 1,
@@ -333,4 +326,4 @@ def check_evaluation(
     if window > positions(model):
         raise ValueError(f"`window` (={window}) must be at most {positions(model)}, the positions that this model has")
     for ids in texts.values():
-        windows(ids, window=window, stride=stride, limit=max_windows, bos=bos)
+        windows(ids, window=window, limit=max_windows, bos=bos)

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from eval.record.html import html_table
 from eval.record.measured import CacheAnswers, CacheMeasurements, NeedleDepths, Survival
 
 FULL = "full"  # the cache with which all others are compared
@@ -53,11 +53,8 @@ class LongContextScores:
 
     def _repr_html_(self) -> str:
         seen = list(dict.fromkeys(visibility for groups in self.answers.values() for _, _, visibility in groups))
-        head = "".join(
-            f"<th>{escape(name)}</th>"
-            for name in ("cache", "kB", *(f"exact, {v}" for v in seen), *(f"KL, {v}" for v in seen))
-        )
-        rows = ""
+        head = ("cache", "kB", *(f"exact, {v}" for v in seen), *(f"KL, {v}" for v in seen))
+        lines = []
         for name, groups in self.answers.items():
             by = [[a for (_, _, v), answers in groups.items() if v == one for a in answers] for one in seen]
             cells = [
@@ -65,9 +62,8 @@ class LongContextScores:
                 *(f"{np.mean([a.exact for a in of]) * 100:.0f} %" for of in by),
                 *(f"{np.mean([np.mean(a.kl) for a in of]):.3g}" for of in by),
             ]
-            shown = "".join(f"<td>{cell}</td>" for cell in cells)
-            rows += f"<tr><th style='text-align:left'>{escape(name)}</th>{shown}</tr>"
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+            lines.append((name, *cells))
+        return html_table(head, lines)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """{variant: {metric: value}} for the record: exact_<task>_<length>_<visibility>, nll_..., kl_..., with

@@ -7,13 +7,13 @@ from html import escape
 CELL_COLOURS = {"good": "#2a8a52", "bad": "#cf4b47", "noise": "#7c828b"}
 
 
-def html_table(head: Sequence[object], lines: Iterable[Sequence[object]], text_columns: int = 1) -> str:
-    """A table whose first columns are text, and the others numbers; every cell is escaped."""
+def html_table(head: Sequence[object], lines: Iterable[Sequence[object]], caption: str = "") -> str:
+    """A table whose lines begin with a name, on the left, before their numbers; every cell is escaped."""
 
-    def cells(line: Sequence[object]) -> str:
-        left = " style='text-align:left'"
-        return "".join(f"<td{left * (i < text_columns)}>{escape(str(cell))}</td>" for i, cell in enumerate(line))
+    def line(name: object, *cells: object) -> str:
+        shown = "".join(f"<td>{escape(str(cell))}</td>" for cell in cells)
+        return f"<tr><th style='text-align:left'>{escape(str(name))}</th>{shown}</tr>"
 
+    said = f"<caption>{escape(caption)}</caption>" if caption else ""
     names = "".join(f"<th>{escape(str(name))}</th>" for name in head)
-    body = "".join(f"<tr>{cells(line)}</tr>" for line in lines)
-    return f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<table>{said}<thead><tr>{names}</tr></thead><tbody>{''.join(line(*of) for of in lines)}</tbody></table>"

@@ -145,7 +145,6 @@ class GenerationSettings:
     seeds: object
     prompts_sha256: str = ""
     temperatures: tuple[float, ...] = ()
-    batch_size: int | None = None
     chat: bool | None = None
     end_tokens: tuple[int, ...] = ()
     dtype: object = None

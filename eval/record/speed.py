@@ -4,8 +4,8 @@ Any value may be missing in an early record; it is then None, "" or empty (`eval
 """
 
 from dataclasses import dataclass, field
-from html import escape
 
+from eval.record.html import html_table
 from eval.record.metrics import fmt
 from eval.record.noise import Ends, Load, counts, faster_by, speed_ends
 
@@ -124,19 +124,17 @@ class SpeedGrid:
 
     def _repr_html_(self) -> str:
         cells = list(dict.fromkeys((row.batch, row.prompt_tokens) for row in self.rows))
-        head = "".join(f"<th>batch {b}, prompt {p:,}</th>" for b, p in cells)
-        body = ""
+        lines = []
         for name in dict.fromkeys(row.model for row in self.rows):
             mine = {(row.batch, row.prompt_tokens): row for row in self.rows if row.model == name}
-            shown = "".join(self._cell(mine[cell]) for cell in cells)
-            body += f"<tr><th style='text-align:left'>{escape(name)}</th>{shown}</tr>"
-        caption = "<caption>tokens/s: decode, prefill; ≈ marks noise</caption>"
-        return f"<table>{caption}<thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>"
+            lines.append((name, *(self._cell(mine[cell]) for cell in cells)))
+        head = ("", *(f"batch {b}, prompt {p:,}" for b, p in cells))
+        return html_table(head, lines, "tokens/s: decode, prefill; ≈ marks noise")
 
     def _cell(self, row: GridRow) -> str:
         noise = "" if self.counts(row, "decode") else "≈ "
         ratio = "" if row.decode_ratio is None else f" ({noise}{row.decode_ratio:.2f}×)"
-        return f"<td>{row.decode_tokens_per_s:,.1f}{ratio}, {row.prefill_tokens_per_s:,.0f}</td>"
+        return f"{row.decode_tokens_per_s:,.1f}{ratio}, {row.prefill_tokens_per_s:,.0f}"
 
 
 @dataclass(frozen=True)
@@ -207,21 +205,10 @@ class Cost:
         return self
 
     def _repr_html_(self) -> str:
-        columns = (
-            "",
-            "batch",
-            "context",
-            "weights, MB",
-            "cache, MB",
-            "Mflop",
-            "predicted, ms",
-            "bound",
-            "measured, ms",
-        )
-        head = "".join(f"<th>{name}</th>" for name in columns)
-        body = ""
-        for row in self.rows:
-            cells = (
+        head = ("", "batch", "context", "weights, MB", "cache, MB", "Mflop", "predicted, ms", "bound", "measured, ms")
+        lines = (
+            (
+                row.model,
                 row.batch,
                 fmt(row.context, ",d"),
                 fmt(row.weight_bytes, ",.1f", 1e-6),
@@ -231,9 +218,9 @@ class Cost:
                 row.bound,
                 fmt(row.measured_s, ".2f", 1e3),
             )
-            shown = "".join(f"<td>{cell}</td>" for cell in cells)
-            body += f"<tr><th style='text-align:left'>{escape(row.model)}</th>{shown}</tr>"
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            for row in self.rows
+        )
+        return html_table(head, lines)
 
 
 @dataclass(frozen=True)
@@ -283,14 +270,12 @@ class CacheSpeed:
 
     def _repr_html_(self) -> str:
         contexts = list(next(iter(self.attention_s.values())))
-        head = "".join(f"<th>{c:,} tokens</th>" for c in contexts)
-        rows = ""
+        lines = []
         for name, attention in self.attention_s.items():
             whole = self.tokens_per_s.get(name, {})
             cells = (
                 f"{f'{whole[c][0]:.1f} tokens/s, ' if c in whole else ''}attention {attention[c][0] * 1e3:.2f} ms"
                 for c in contexts
             )
-            shown = "".join(f"<td>{cell}</td>" for cell in cells)
-            rows += f"<tr><th style='text-align:left'>{escape(name)}</th>{shown}</tr>"
-        return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
+            lines.append((name, *cells))
+        return html_table(("", *(f"{c:,} tokens" for c in contexts)), lines)

@@ -16,30 +16,18 @@ from tqdm.auto import tqdm
 
 from eval.record.speed import Cost, CostCeilings, CostRow, GridRow, Speed
 from eval.speed.work import Work, work
-from kernels.harness import roofline
 from kernels.harness.roofline import Ceilings
 from kernels.support.deploy import deployed
 
 
-def predict(model: nn.Module, *, context: int, batch: int = 1, ceilings: Ceilings) -> CostRow:
+def predict(name: str, work: Work, *, context: int, batch: int = 1, ceilings: Ceilings) -> CostRow:
     """The least time of one decoding step on a device with these ceilings.
 
     Args:
-        model: a transformers decoder in the dtype in which it is deployed (`kernels.support.deploy.deployed`),
-            compressed or not.
+        name: of the model in the row. work: of the model in the dtype in which it is deployed.
         context: number of positions that each row's query sees, its own included.
         batch: number of rows.
-
-    Raises:
-        ValueError: numbers that are not positive.
     """
-    for name, value in (("context", context), ("batch", batch)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
-    return _predict("", work(model), context, batch, ceilings)
-
-
-def _predict(name: str, work: Work, context: int, batch: int, ceilings: Ceilings) -> CostRow:
     weights, cache, flops = work.weight_bytes(batch), work.cache_bytes(context, batch), work.flops(context, batch)
     moving = (weights + cache) / ceilings.bandwidth
     rate = ceilings.rates.get(work.dtype)
@@ -48,15 +36,7 @@ def _predict(name: str, work: Work, context: int, batch: int, ceilings: Ceilings
     return CostRow(name, batch, context, weights, cache, flops, max(moving, computing), bound)
 
 
-def cost_model(
-    models: Mapping[str, nn.Module],
-    speed_rows: Sequence[GridRow] = (),
-    ceilings: Ceilings | None = None,
-    *,
-    contexts: Sequence[int] = (),
-    batches: Sequence[int] = (1,),
-    how: str = "",
-) -> Cost:
+def cost_model(models: Mapping[str, nn.Module], speed_rows: Sequence[GridRow], ceilings: Ceilings, how: str) -> Cost:
     """Predictions for bfloat16 copies of models, together with their measurements.
 
     Timed models may do more work than predicted (16-bit weights with stored zeros, masked positions of a static cache),
@@ -66,22 +46,8 @@ def cost_model(
         models: {name: model}.
         speed_rows: from `speed_rows(...)` and `SpeedGrid.rows`; rows of other models are ignored. The context is that
             of the middle token.
-        ceilings: of the device; None: they are measured, in some seconds.
-        contexts, batches: all combinations for which predictions without measurements are added.
-        how: origin of the ceilings, if they are given.
-
-    Raises:
-        ValueError: numbers that are not positive.
+        ceilings: of the device. how: their origin.
     """
-    for name, values in (("contexts", contexts), ("batches", batches)):
-        if any(type(value) is not int or value < 1 for value in values):
-            raise ValueError(f"`{name}` (={list(values)}) must be positive integers")
-    if ceilings is None:
-        ceilings = roofline.measure(next(next(iter(models.values())).parameters()).device)
-        how = (
-            "measured here by kernels.harness.roofline: the faster of a copy and a sum of far more than caches hold; "
-            "dense products"
-        )
     done: dict[str, Work] = {}
     for name, model in tqdm(models.items(), desc="cost model", unit="model"):
         done[name] = work(deployed(model))
@@ -89,10 +55,8 @@ def cost_model(
     for row in speed_rows:
         if row.model in done:
             context = row.prompt_tokens + (row.new_tokens + 1) // 2
-            found = _predict(row.model, done[row.model], context, row.batch, ceilings)
+            found = predict(row.model, done[row.model], context=context, batch=row.batch, ceilings=ceilings)
             rows.append(replace(found, measured_s=row.batch / row.decode_tokens_per_s, execution=row.execution))
-    for name, one in done.items():
-        rows += [_predict(name, one, context, batch, ceilings) for batch in batches for context in contexts]
     return Cost(CostCeilings(ceilings.bandwidth, ceilings.rates.get("bfloat16"), how), tuple(rows))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from eval.record.html import html_table
 from eval.speed.device_lock import undisturbed
 from kernels.harness.table import rows_table
 from kernels.interpreter import installed, interpreting
@@ -56,11 +57,7 @@ class KernelPlan:
             "device": self.device,
             "budget": f"{self.budget:.0f} s{', toy sizes' if self.toy else ''}",
         }
-        cells = "".join(
-            f"<tr><th style='text-align:left'>{k}</th><td style='text-align:left'>{escape(v)}</td></tr>"
-            for k, v in rows.items()
-        )
-        return f"<table>{cells}</table>"
+        return html_table((), rows.items())
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from html import escape
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eval.machine.processor import cpu_name, instructions_sha256
 from eval.record.files import write_whole
+from eval.record.html import html_table
 from eval.record.measured import Flip, Paired, TaskRow, Tasks, TaskSettings
 from eval.tasks.fingerprint import model_sha256, tokenizer_sha256
 from eval.tasks.paired import compare, finite, fits, stderr
@@ -67,13 +67,11 @@ class TaskScores:
 
     def _repr_html_(self) -> str:
         models = list(self.answers)
-        head = "".join(f"<th>{escape(text)}</th>" for text in ("task", "metric", "n", *models))
-        rows = ""
-        for name, of in self._first.items():
-            cells = [of.metric, str(len(of.documents)), *(self._cell(model, name) for model in models)]
-            shown = "".join(f"<td>{escape(c)}</td>" for c in cells)
-            rows += f"<tr><th style='text-align:left'>{escape(name)}</th>{shown}</tr>"
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        lines = (
+            (name, of.metric, len(of.documents), *(self._cell(model, name) for model in models))
+            for name, of in self._first.items()
+        )
+        return html_table(("task", "metric", "n", *models), lines)
 
     @property
     def metrics(self) -> dict[str, dict[str, float]]:

@@ -22,36 +22,19 @@ class Divergence:
     tokens: int
 
 
-def divergence(
-    model: nn.Module | LogitSource,
-    baseline: nn.Module | LogitSource,
-    ids: Tensor,
-    *,
-    window: int = 2048,
-    stride: int | None = None,
-    limit: int | None = None,
-    beginning: Sequence[int] = (),
-    bos: str = "once",
-) -> Divergence:
-    """Divergence of a model from the baseline on ids [1, n]; see `eval.text.windows.windows` for the arguments."""
-    return compare_on_text(
-        baseline, {"model": model}, ids, window=window, stride=stride, limit=limit, beginning=beginning, bos=bos
-    )[1]["model"]
-
-
 def compare_on_text(
     baseline: nn.Module | LogitSource,
     models: dict[str, nn.Module] | dict[str, LogitSource],
     ids: Tensor,
     *,
     window: int = 2048,
-    stride: int | None = None,
     limit: int | None = None,
     beginning: Sequence[int] = (),
     bos: str = "once",
 ) -> tuple[dict[str, Perplexity], dict[str, Divergence]]:
-    """Perplexity of the baseline (under "baseline") and of each model, and each model's divergence, in one pass."""
-    cut = windows(ids, window=window, stride=stride, limit=limit, beginning=beginning, bos=bos)
+    """Perplexity of the baseline (under "baseline") and of each model, and each model's divergence, in one pass over
+    ids [1, n]; see `eval.text.windows.windows` for the arguments."""
+    cut = windows(ids, window=window, limit=limit, beginning=beginning, bos=bos)
     counts = [w.scored for w in cut]
     losses: dict[str, list[float]] = {"baseline": [], **{name: [] for name in models}}
     kls: dict[str, list[float]] = {name: [] for name in models}
@@ -67,7 +50,7 @@ def compare_on_text(
             kl, agree = _distance(reference, logits)
             kls[name].append(kl)
             same[name].append(agree)
-    perplexities = {name: Perplexity.of(sums, counts, window, stride) for name, sums in losses.items()}
+    perplexities = {name: Perplexity.of(sums, counts) for name, sums in losses.items()}
     divergences = {
         name: Divergence(*mean_and_stderr(kls[name], counts), *mean_and_stderr(same[name], counts), sum(counts))
         for name in models

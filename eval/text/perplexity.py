@@ -1,4 +1,4 @@
-"""Perplexity on long text, by disjoint or overlapping windows."""
+"""Perplexity on long text, by disjoint windows."""
 
 import math
 import sys
@@ -26,17 +26,15 @@ class Perplexity:
     value: float
     stderr: float | None
     tokens: int
-    window: int
-    stride: int | None
     sums: tuple[float, ...]
     counts: tuple[int, ...]
 
     @classmethod
-    def of(cls, sums: Sequence[float], counts: Sequence[int], window: int, stride: int | None) -> "Perplexity":
+    def of(cls, sums: Sequence[float], counts: Sequence[int]) -> "Perplexity":
         nll, stderr = mean_and_stderr(sums, counts)
         value = bounded_exp(nll)
         spread = value * stderr if stderr is not None and math.isfinite(value) else None
-        return cls(value, spread, sum(counts), window, stride, tuple(sums), tuple(counts))
+        return cls(value, spread, sum(counts), tuple(sums), tuple(counts))
 
 
 def bounded_exp(x: float) -> float:
@@ -49,20 +47,19 @@ def perplexity(
     ids: Tensor,
     *,
     window: int = 2048,
-    stride: int | None = None,
     limit: int | None = None,
     beginning: Sequence[int] = (),
     bos: str = "once",
 ) -> Perplexity:
     """Perplexity of a model on ids [1, n]; see `eval.text.windows.windows` for the arguments.
 
-    On raw wikitext-2 (documents joined by blank lines), window 2048, stride None and bos "once" are the protocol of the
+    On raw wikitext-2 (documents joined by blank lines), window 2048 and bos "once" are the protocol of the
     GPTQ paper.
     """
-    cut = windows(ids, window=window, stride=stride, limit=limit, beginning=beginning, bos=bos)
+    cut = windows(ids, window=window, limit=limit, beginning=beginning, bos=bos)
     found = tqdm(all_predictions(model, cut), desc="perplexity", unit="window", total=len(cut))
     sums = [float(token_losses(logits, tokens.to(logits.device)).sum()) for logits, tokens in found]
-    return Perplexity.of(sums, [w.scored for w in cut], window, stride)
+    return Perplexity.of(sums, [w.scored for w in cut])
 
 
 def token_losses(logits: Tensor, tokens: Tensor) -> Tensor:

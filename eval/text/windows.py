@@ -25,17 +25,14 @@ def windows(
     ids: Tensor,
     *,
     window: int,
-    stride: int | None = None,
     limit: int | None = None,
     beginning: Sequence[int] = (),
     bos: str = "once",
 ) -> list[Window]:
-    """Cut ids [1, n] into windows.
+    """Cut ids [1, n] into disjoint windows; each is scored except its first token.
 
     Args:
         window: number of tokens fed at once, the beginning included.
-        stride: number of tokens by which the window moves. None or `window`: disjoint windows, each scored except its
-            first token. Smaller: overlapping ones, each scored on its last `stride` tokens only.
         limit: largest number of windows.
         beginning: special tokens that the tokenizer puts before a text.
         bos: place of `beginning`. "once": before the whole text, which is then cut, as in the literature (the code of
@@ -43,30 +40,22 @@ def windows(
             that predict badly without it.
 
     Raises:
-        ValueError: an invalid window or stride, another `bos`, or too little text for a single window.
+        ValueError: an invalid window, another `bos`, or too little text for a single window.
     """
     if bos not in BOS:
         raise ValueError(f"`bos` (={bos!r}) must be one of {', '.join(BOS)}")
     if bos == "once":
         ids, beginning = torch.cat([ids.new_tensor([list(beginning)]), ids], 1), ()
     room = window - len(beginning)
-    stride = room if stride is None or stride >= room else stride
-    if window < 2 or room < 1 or stride < 1 or (limit is not None and limit < 1):
-        raise ValueError(
-            f"`window` (={window}), `stride` (={stride}), `limit` (={limit}): need window >= 2, the others >= 1"
-        )
+    if window < 2 or room < 1 or (limit is not None and limit < 1):
+        raise ValueError(f"`window` (={window}), `limit` (={limit}): need window >= 2, limit >= 1")
     n = ids.shape[1]
     if n < room:
         raise ValueError(f"`window` (={window}) needs as many tokens; the text has {n}")
     head = torch.tensor([list(beginning)], dtype=torch.long)
     first = room - (0 if len(beginning) else 1)  # nothing predicts the very first token
-    cut = []
-    for start in range(0, n - room + 1, stride):
-        if limit is not None and len(cut) == limit:
-            break
-        scored = first if stride == room or start == 0 else stride
-        cut.append(Window(torch.cat([head, ids[:, start : start + room]], 1), scored))
-    return cut
+    starts = range(0, n - room + 1, room)[:limit]
+    return [Window(torch.cat([head, ids[:, start : start + room]], 1), first) for start in starts]
 
 
 class LogitSource(Protocol):

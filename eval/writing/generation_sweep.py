@@ -15,9 +15,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +24,7 @@ from tqdm.auto import tqdm
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from eval.record.files import write_whole
+from eval.record.html import html_table
 from eval.record.measured import Generation, GenerationRow, GenerationSettings, Sample
 from eval.text.windows import mean_and_stderr
 from eval.writing.generation import Written, encode_prompt, end_tokens, first_difference, settings_aside, write
@@ -96,31 +95,22 @@ class Generations:
         return f"Generations({len(self.written)} of {len(self.settings.dtype)} models)"
 
     def _repr_html_(self) -> str:
-        head = "".join(
-            f"<th>{h}</th>"
-            for h in (
-                "model",
-                "temperature",
-                "first difference, tokens",
-                "the same",
-                "length, tokens",
-                "repetition",
-                "ended",
-            )
-        )
-        body = ""
-        for row in self.rows():
-            cells = [
+        head = (
+            "model", "temperature", "first difference, tokens", "the same", "length, tokens", "repetition", "ended",
+        )  # fmt: skip
+        lines = (
+            (
+                row.model,
                 f"{row.temperature:g}" if row.temperature else "greedy",
                 _cell(row, "first_difference"),
                 _cell(row, "same_share", 100, " %"),
                 _cell(row, "length"),
                 _cell(row, "repetition", 100, " %"),
                 _cell(row, "ended_share", 100, " %"),
-            ]
-            shown = "".join(f"<td>{cell}</td>" for cell in cells)
-            body += f"<tr><th style='text-align:left'>{escape(row.model)}</th>{shown}</tr>"
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            )
+            for row in self.rows()
+        )
+        return html_table(head, lines)
 
     def rows(self) -> list[GenerationRow]:
         """A row for each temperature and model; standard errors have prompts as clusters, as the texts of one prompt
@@ -248,7 +238,6 @@ def compare_generations(
     temperatures: Sequence[float] = (),
     new_tokens: int = 48,
     seeds: int = 3,
-    batch_size: int | None = None,
 ) -> Generations:
     """Generate texts of all models, greedily and at each temperature, with the same random numbers for all.
 
@@ -258,27 +247,18 @@ def compare_generations(
         prompts: chats' first turns if the tokenizer has a chat template.
         temperatures: for sampling, in addition to greedy generation, which is always done.
         new_tokens: largest number of tokens of a text.
-        seeds: number of samples of each prompt at each temperature.
-        batch_size: number of a prompt's samples that are written at once, in rows of equal length, so that there is no
-            padding; None: all. 16-bit results can depend on it.
+        seeds: number of samples of each prompt at each temperature. They are written at once, in rows of equal length,
+            so that there is no padding.
 
     Raises:
         ValueError: as in `check_generations`; no baseline, or models of different vocabularies.
     """
     _check_models(models)
     for model in models.values():
-        check_generations(
-            model,
-            tokenizer,
-            prompts,
-            temperatures=temperatures,
-            new_tokens=new_tokens,
-            seeds=seeds,
-            batch_size=batch_size,
-        )
+        check_generations(model, tokenizer, prompts, temperatures=temperatures, new_tokens=new_tokens, seeds=seeds)
     models = {BASELINE: models[BASELINE], **models}
     ends = end_tokens(models[BASELINE], tokenizer)
-    made = Generations(_settings(models, tokenizer, prompts, temperatures, new_tokens, seeds, batch_size, ends))
+    made = Generations(_settings(models, tokenizer, prompts, temperatures, new_tokens, seeds, ends))
     progress = tqdm(total=len(prompts) * len(models) * (1 + len(temperatures) * seeds), desc="generations", unit="text")
     for prompt in prompts:
         ids = encode_prompt(tokenizer, prompt)
@@ -287,13 +267,11 @@ def compare_generations(
             texts: dict[str, list[Written]] = {}
             for name, model in models.items():
                 progress.set_postfix_str(f"{name}, temperature {temperature:g}")
-                texts[name] = []
-                for some in _parts(asked, batch_size):
-                    chance = [SharedChance(prompt, some, temperature, ids.shape[1])] if temperature else []
-                    texts[name] += write(
-                        model, ids.expand(len(some), -1), ends=ends, new_tokens=new_tokens, processors=chance
-                    )
-                    progress.update(len(some))
+                chance = [SharedChance(prompt, asked, temperature, ids.shape[1])] if temperature else []
+                texts[name] = write(
+                    model, ids.expand(len(asked), -1), ends=ends, new_tokens=new_tokens, processors=chance
+                )
+                progress.update(len(asked))
             for name, own in texts.items():
                 for seed, (tokens, ended), reference in zip(asked, own, texts[BASELINE], strict=True):
                     text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
@@ -314,11 +292,6 @@ def compare_generations(
     return made
 
 
-def _parts(asked: list[Any], size: int | None) -> list[list[Any]]:
-    size = size or len(asked)
-    return [asked[at : at + size] for at in range(0, len(asked), size)]
-
-
 def _settings(
     models: Mapping[str, nn.Module],
     tokenizer: PreTrainedTokenizerBase,
@@ -326,7 +299,6 @@ def _settings(
     temperatures: Sequence[float],
     new_tokens: int,
     seeds: int,
-    batch_size: int | None,
     ends: list[int],
 ) -> GenerationSettings:
     return GenerationSettings(
@@ -335,7 +307,6 @@ def _settings(
         seeds,
         hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest(),
         tuple(map(float, temperatures)),
-        batch_size,
         bool(tokenizer.chat_template),
         tuple(ends),
         {name: str(model.dtype).removeprefix("torch.") for name, model in models.items()},
@@ -362,17 +333,12 @@ def check_generations(
     temperatures: Sequence[float] = (),
     new_tokens: int = 48,
     seeds: int = 3,
-    batch_size: int | None = None,
 ) -> None:
     """Raise ValueError if a model cannot write like this; quick, so that it can be called before long work.
 
     Args: as in `compare_generations`, for one of the models.
     """
-    for name, value in (
-        ("new_tokens", new_tokens),
-        ("seeds", seeds),
-        ("batch_size", 1 if batch_size is None else batch_size),
-    ):
+    for name, value in (("new_tokens", new_tokens), ("seeds", seeds)):
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
     bad = [
@@ -385,19 +351,9 @@ def check_generations(
         )
     if len({f"{t:g}" for t in temperatures}) < len(temperatures):
         raise ValueError(f"`temperatures` (={list(temperatures)}) has one twice; give each value once")
-    if isinstance(prompts, str) or not prompts or not all(isinstance(p, str) and p for p in prompts):
-        raise ValueError(f"`prompts` (={prompts!r}) must be a list of texts, none of them empty")
-    if len(set(prompts)) < len(prompts):
-        twice = next(p for p in prompts if list(prompts).count(p) > 1)
-        raise ValueError(
-            f"`prompts` has {twice!r} twice, which gives no new texts; give each prompt once, and use `seeds` for more "
-            "texts"
-        )
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     for prompt in prompts:
         taken = encode_prompt(tokenizer, prompt).shape[1]
-        if not taken:
-            raise ValueError(f"`prompts`: {prompt!r} has no tokens in this tokenizer; some text works")
         if taken + new_tokens > positions:
             raise ValueError(
                 f"`new_tokens` (={new_tokens}) after a prompt of {taken} tokens is more than this model's {positions} "

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from eval.record.files import write_whole
+from eval.record.html import html_table
 from notebooks.batch import snapshot
 from notebooks.batch.engines.engine import Engine
 from notebooks.batch.engines.local import Local
@@ -122,10 +123,8 @@ class SweepPlan:
 
     def _repr_html_(self) -> str:
         head, *rows = self.cells()
-        shown = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-        names = "".join(f"<th>{escape(cell)}</th>" for cell in head)
         said = f"<p><b>{escape(self.sweep.title)}</b> {escape(self.sweep.description)}</p>"
-        return f"{said}<table><thead><tr>{names}</tr></thead><tbody>{shown}</tbody></table>"
+        return f"{said}{html_table(head, rows)}"
 
 
 def plan(sweep: str | Path | Sweep, *, runs: Path = RUNS, force: bool = False, stale: bool = False) -> SweepPlan:

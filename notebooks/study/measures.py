@@ -170,7 +170,7 @@ class Asked:
             models,
             rows,
             _ceilings(device_of(models)),
-            how="measured in this run by kernels.harness.roofline, on main memory and dense products",
+            "measured in this run by kernels.harness.roofline, on main memory and dense products",
         )
 
     def _exactly(self, models: Mapping[str, nn.Module]) -> Mapping[str, nn.Module]:

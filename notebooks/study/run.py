@@ -23,6 +23,7 @@ from compress.checkpoint.save import format_named
 from compress.inputs.skeleton import skeleton
 from compress.recipe import Recipe
 from eval.record.files import write_whole
+from eval.record.html import html_table
 from eval.record.manifest import seal
 from eval.record.schema import write_record
 from eval.run_record import RunInfo
@@ -144,13 +145,9 @@ class Run:
                 seal(folder, {"key": self.info.key, SAVE_FORMAT: self.save_format})
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td style='text-align:left'>{escape(k)}</td><td "
-            f"style='text-align:left'><code>{escape(repr(v))}</code></td></tr>"
-            for k, v in self.info.parameters.items()
-        )
+        rows = html_table((), ((name, repr(value)) for name, value in self.info.parameters.items()))
         place = escape(str(self.folder))
-        return f"<p>Run <b>{escape(self.info.key)}</b>, written to <code>{place}</code></p><table>{rows}</table>"
+        return f"<p>Run <b>{escape(self.info.key)}</b>, written to <code>{place}</code></p>{rows}"
 
 
 def start(notebook: str, namespace: dict[str, Any]) -> Run:

@@ -5,6 +5,7 @@ from html import escape
 from pathlib import Path
 
 from compress.checkpoint.save_format import Verification
+from eval.record.html import html_table
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,10 @@ class Saved:
         return "\n".join([f"saved as {self.save_format}: {self.folder}", *listed, *self.lines()])
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td style='text-align:left'><code>{escape(name)}</code></td><td>{size:,} bytes</td></tr>"
-            for name, size in self.files.items()
-        )
+        rows = html_table((), ((name, f"{size:,} bytes") for name, size in self.files.items()))
         said = "".join(f"<p>{escape(line)}</p>" for line in self.lines())
         place = f"<p>Saved as <b>{self.save_format}</b> in <code>{escape(str(self.folder))}</code></p>"
-        return f"{place}<details><summary>{len(self.files)} files</summary><table>{rows}</table></details>{said}"
+        return f"{place}<details><summary>{len(self.files)} files</summary>{rows}</details>{said}"
 
 
 def file_sizes(folder: Path) -> dict[str, int]:

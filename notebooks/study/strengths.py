@@ -5,7 +5,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from compress.walk.identity import code_sha256, tokens_sha256, weights_sha256
 from eval.evaluate import score_text
 from eval.machine.size import size
 from eval.record.files import write_whole
+from eval.record.html import html_table
 from eval.record.reading import read_json
 from eval.record.rows import typed
 from kernels.support.deploy import cast
@@ -39,15 +39,12 @@ class Strengths:
     def _repr_html_(self) -> str:
         if not self.found["lines"]:
             return "<p>No `curves` were asked for.</p>"
-        rows = "".join(
-            f"<tr><td style='text-align:left'>{escape(line['recipe'])}</td>"
-            + "".join(f"<td>{escape(p['value'])}: <b>{_perplexity(p['scores']):.4g}</b></td>" for p in line["points"])
-            + "</tr>"
+        lines = (
+            (line["recipe"], *(f"{p['value']}: {_perplexity(p['scores']):.4g}" for p in line["points"]))
             for line in self.found["lines"]
         )
-        table = f"<table><tbody>{rows}</tbody></table>"
         drawn = against_strength(typed({"strengths": self.found}).strengths)
-        return Figures("", {"Perplexity against strength": drawn})._repr_html_() + table
+        return Figures("", {"Perplexity against strength": drawn})._repr_html_() + html_table((), lines)
 
 
 def _perplexity(scores: dict[str, float]) -> float:

@@ -15,7 +15,7 @@ from compress.recipe import parse_recipe
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import block_calls
 from eval.speed.speed import measure_speed, standard_variants
-from eval.text.divergence import divergence
+from eval.text.divergence import compare_on_text
 
 DROP = METHODS["layer_drop"]
 
@@ -224,7 +224,7 @@ def test_attention_is_cheaper_than_mlps_on_a_real_model(real):
 
     def cost(**knobs) -> float:
         small = apply([DROP(**knobs)], copy.deepcopy(model), batches).model
-        return divergence(small, model, ids, window=256, limit=2).kl
+        return compare_on_text(model, {"small": small}, ids, window=256, limit=2)[1]["small"].kl
 
     attention, mlp = cost(target="attention", count=3), cost(target="mlp", count=3)
     assert attention < mlp

@@ -7,15 +7,14 @@ import json
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig
 
 from compress import METHODS, apply
 from compress.walk.experts import split_experts
 from eval.machine.size import size
 from eval.record.reading import plain, row
-from eval.record.speed import Cost, CostCeilings, GridRow, Speed, TimingSettings
+from eval.record.speed import Cost, CostCeilings, CostRow, GridRow, Speed, TimingSettings
 from eval.speed.cost import cost_model, predict, speed_rows
-from eval.speed.work import Experts, Work, cache_bytes_per_token, work
+from eval.speed.work import Experts, Work, work
 from kernels.harness.roofline import Ceilings
 from kernels.support.deploy import deployed
 
@@ -55,27 +54,6 @@ def test_windows_cap_what_is_read(tiny):
     found = work(tiny("gemma3_text"))
     assert [layer.window for layer in found.cache] == [8, None]
     assert found.cache_bytes(100, 1) == (8 + 100) * 2 * 2 * 16 * 4 and found.cache_bytes(5, 1) == 2 * 5 * 2 * 2 * 16 * 4
-
-
-def test_published_sizes_of_caches():
-    """Of "Insights into DeepSeek-V3" (arXiv:2505.09343, table 1): 70.272, 327.680 and 516.096 kB a token."""
-    v3 = AutoConfig.for_model("deepseek_v3", num_hidden_layers=61, kv_lora_rank=512, qk_rope_head_dim=64)
-    qwen = AutoConfig.for_model(
-        "qwen2", num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, num_key_value_heads=8
-    )
-    llama = AutoConfig.for_model(
-        "llama", num_hidden_layers=126, hidden_size=16384, num_attention_heads=128, num_key_value_heads=8
-    )
-    assert [cache_bytes_per_token(config) for config in (v3, qwen, llama)] == [70_272, 327_680, 516_096]
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt2", "gemma4_unified_text"])
-def test_a_token_of_the_cache_is_what_the_model_keeps(tiny, architecture):
-    """By the configuration, and by the model; also of what an eviction and a storage leave."""
-    model = tiny(architecture, layers=4)
-    grows = sum(layer.bytes for layer in work(model).cache if layer.window is None)
-    assert cache_bytes_per_token(model.config, bits=32) == grows
-    assert cache_bytes_per_token(model.config, bits=8, kept=0.25) == grows / 16
 
 
 def test_experts_that_a_batch_is_expected_to_reach():
@@ -131,20 +109,21 @@ def test_compressed_experts(tiny, tokens):
 
 
 def test_predictions_are_the_longer_of_two(tiny):
-    model = tiny("llama")
-    one = predict(model, context=10, batch=1, ceilings=Ceilings(1000.0, {"float32": 1e9}))
+    found = work(tiny("llama"))
+
+    def at(ceilings: Ceilings, context: int = 10, batch: int = 1) -> CostRow:
+        return predict("", found, context=context, batch=batch, ceilings=ceilings)
+
+    one = at(Ceilings(1000.0, {"float32": 1e9}))
     assert one.bound == "memory" and one.predicted_s == pytest.approx((one.weight_bytes + one.cache_bytes) / 1000)
-    other = predict(model, context=10, batch=1, ceilings=Ceilings(1e9, {"float32": 1000.0, "bfloat16": 1.0}))
+    other = at(Ceilings(1e9, {"float32": 1000.0, "bfloat16": 1.0}))
     assert other.bound == "compute" and other.predicted_s == pytest.approx(one.flops / 1000)
-    assert predict(model, context=10, batch=1, ceilings=Ceilings(1000.0, {})).bound == "memory", "no rate: bytes alone"
-    longer, more = (predict(model, context=c, batch=b, ceilings=CEILINGS) for c, b in ((100, 1), (10, 8)))
+    assert at(Ceilings(1000.0, {})).bound == "memory", "no rate: bytes alone"
+    longer, more = at(CEILINGS, context=100), at(CEILINGS, batch=8)
     assert longer.cache_bytes == 10 * one.cache_bytes and longer.weight_bytes == one.weight_bytes
     assert more.weight_bytes - one.weight_bytes == 7 * 64 * 4 and more.flops == 8 * one.flops, (
         "weights are read once a batch"
     )
-    for name in ("context", "batch"):
-        with pytest.raises(ValueError, match=rf"`{name}` \(=0\)"):
-            predict(model, **{"context": 1, "batch": 1, name: 0}, ceilings=CEILINGS)
 
 
 def test_predictions_meet_measurements(tiny):
@@ -162,21 +141,18 @@ def test_predictions_meet_measurements(tiny):
     )
     grid = GridRow("small", batch=4, prompt_tokens=8, new_tokens=3, decode_tokens_per_s=80.0, execution="eager")
     standard = speed_rows({"baseline": measured, "float32": measured})
-    cost = cost_model(models, [*standard, grid], CEILINGS, contexts=(64,), batches=(1, 2), how="given")
+    cost = cost_model(models, [*standard, grid], CEILINGS, "given")
     assert cost.ceilings == CostCeilings(1000.0, 4000.0, "given")
     shown = [(row.model, row.batch, row.context, row.measured_s, row.execution) for row in cost.rows]
-    assert shown[:2] == [("baseline", 1, 20, 1 / 50, "compiled"), ("small", 4, 10, 4 / 80, "eager")]
-    assert [row[:3] for row in shown[2:]] == [(m, b, 64) for m in models for b in (1, 2)]
-    assert all(row[3] is None for row in shown[2:]) and "float32" not in cost.metrics
-    half = predict(deployed(models["baseline"]), context=20, batch=1, ceilings=CEILINGS)
+    assert shown == [("baseline", 1, 20, 1 / 50, "compiled"), ("small", 4, 10, 4 / 80, "eager")]
+    assert "float32" not in cost.metrics
+    half = predict("", work(deployed(models["baseline"])), context=20, ceilings=CEILINGS)
     assert cost.rows[0].predicted_s == half.predicted_s and cost.rows[0].weight_bytes == half.weight_bytes
     assert cost.metrics["baseline"] == {
         "predicted_decode_tokens_per_s": pytest.approx(1 / half.predicted_s),
         "share_of_predicted_speed": pytest.approx(half.predicted_s * 50),
     }
     assert row(Cost, json.loads(json.dumps(plain(cost.found())))) == cost and "<table>" in cost._repr_html_()
-    with pytest.raises(ValueError, match=r"`contexts` \(=\[0\]\)"):
-        cost_model(models, [], CEILINGS, contexts=(0,))
 
 
 def test_work_of_nothing_but_weights():

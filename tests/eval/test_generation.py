@@ -137,17 +137,6 @@ def test_cold_samples_are_greedy_and_the_same_model_never_differs(endless, token
         assert rows["twin", t].n == (9 if t else 3)
 
 
-def test_how_samples_are_batched_changes_nothing(endless, tokenizer):
-    models = {"other": endless(seed=3), "baseline": endless()}
-    made = [
-        compare_generations(models, tokenizer, PROMPTS, temperatures=[1.0], new_tokens=6, seeds=3, batch_size=size)
-        for size in (None, 1, 2)
-    ]
-    assert made[0].written == made[1].written == made[2].written and len(made[0].written) == 2 * 3 * 4
-    assert [made[1].settings.batch_size, made[2].settings.batch_size] == [1, 2]
-    assert made[0].rows()[0].model == "baseline", "first, wherever it was given"
-
-
 def test_settings_of_the_models_own_are_set_aside_and_told(endless, tokenizer):
     plain, willful = endless(), endless()
     usual = by_hand(plain, tokenizer(PROMPTS[0]).input_ids, 6)
@@ -313,18 +302,12 @@ def test_dtypes_are_each_models_own(endless, tokenizer):
     [
         ({"new_tokens": 0}, r"`new_tokens` \(=0\)"),
         ({"seeds": True}, r"`seeds` \(=True\)"),
-        ({"batch_size": -1}, "`batch_size`"),
         ({"temperatures": [0.5, 0]}, r"which 0 is not; greedy, the temperature 0, is always done"),
         ({"temperatures": [float("nan")]}, "`temperatures`"),
         ({"temperatures": [math.inf]}, "`temperatures`"),
         ({"temperatures": ["1"]}, "which '1' is not"),
         ({"temperatures": [1, 1.0]}, "one twice"),
         ({"temperatures": [-1]}, "-1 is not"),
-        ({"prompts": []}, "`prompts`"),
-        ({"prompts": "w7"}, "a list of texts"),
-        ({"prompts": ["w7", ""]}, "none of them empty"),
-        ({"prompts": ["w7", "w8", "w7"]}, "'w7' twice"),
-        ({"prompts": [" "]}, "has no tokens"),
         (
             {"prompts": ["w7 " * 100], "new_tokens": 30},
             r"`new_tokens` \(=30\) after a prompt of 100 tokens .* 128 positions; 28 works",
@@ -341,7 +324,7 @@ def test_bad_arguments_of_generation_are_refused_before_any_work(endless, tokeni
 
 
 def test_models_that_cannot_be_compared(endless, tokenizer):
-    check_generations(endless(), tokenizer, PROMPTS, temperatures=(0.3, 1), batch_size=2)
+    check_generations(endless(), tokenizer, PROMPTS, temperatures=(0.3, 1))
     with pytest.raises(ValueError, match=r"`models` \(=\['x'\]\) must have one by the name of 'baseline'"):
         compare_generations({"x": endless()}, tokenizer, PROMPTS)
     with pytest.raises(ValueError, match="share a vocabulary.*'x': 100"):
