@@ -36,10 +36,11 @@ def predict(model: nn.Module, *, context: int, batch: int = 1, ceilings: Ceiling
     for name, value in (("context", context), ("batch", batch)):
         if type(value) is not int or value < 1:
             raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
-    return _predict("", work(model), context, batch, ceilings)
+    return step_cost("", work(model), context, batch, ceilings)
 
 
-def _predict(name: str, work: Work, context: int, batch: int, ceilings: Ceilings) -> CostRow:
+def step_cost(name: str, work: Work, context: int, batch: int, ceilings: Ceilings) -> CostRow:
+    """The least time of a step of this work, as a row that bears the model's name; see `predict`."""
     weights, cache, flops = work.weight_bytes(batch), work.cache_bytes(context, batch), work.flops(context, batch)
     moving = (weights + cache) / ceilings.bandwidth
     rate = ceilings.rates.get(work.dtype)
@@ -89,10 +90,10 @@ def cost_model(
     for row in speed_rows:
         if row.model in done:
             context = row.prompt_tokens + (row.new_tokens + 1) // 2
-            found = _predict(row.model, done[row.model], context, row.batch, ceilings)
+            found = step_cost(row.model, done[row.model], context, row.batch, ceilings)
             rows.append(replace(found, measured_s=row.batch / row.decode_tokens_per_s, execution=row.execution))
     for name, one in done.items():
-        rows += [_predict(name, one, context, batch, ceilings) for batch in batches for context in contexts]
+        rows += [step_cost(name, one, context, batch, ceilings) for batch in batches for context in contexts]
     return Cost(CostCeilings(ceilings.bandwidth, ceilings.rates.get("bfloat16"), how), tuple(rows))
 
 
