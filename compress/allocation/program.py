@@ -56,7 +56,20 @@ class BudgetProgram:
         """
         if budget < self.smallest:
             raise ValueError(f"the budget (={budget:g}) is less than the smallest choices cost, {self.smallest}")
-        state = min(int((budget - self.smallest) // self._unit), len(self._least) - 1)
+        return self._at(min(int((budget - self.smallest) // self._unit), len(self._least) - 1))
+
+    def losing(self, most: float) -> dict[str, int]:
+        """The number of each layer's choice, so that their total cost is least and their total loss is at most `most`.
+
+        Raises:
+            ValueError: the choices that lose least lose more.
+        """
+        if not self._least[-1] <= most:
+            raise ValueError(f"the loss (={most:g}) is less than the best choices lose, {self._least[-1]:.4g}")
+        return self._at(int(np.argmax(self._least <= most)))  # losses fall with the budget
+
+    def _at(self, state: int) -> dict[str, int]:
+        """The number of each layer's choice in the best solution of this state."""
         numbers: dict[str, int] = {}
         for i, name in reversed(list(enumerate(self.layers))):
             numbers[name] = int(self._chosen[i, state])

@@ -1,4 +1,5 @@
-"""Mixed precision under a budget: every layer gets one of several methods, so that the model loses least."""
+"""Mixed precision: every layer gets one of several methods, so that the model loses least within a budget, or is the
+smallest within a loss."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from compress.walk.statistics import LayerStatistics
 from eval.record.compression import AllocationRecord, LayerRecord
 from kernels.clock import clock
 
+BUDGET_MB = 100.0
 MEASURED = ("kl", "kl_scaled", "fisher")
 WINDOW = 256  # tokens of a calibration window on which losses are measured: more, shorter windows are better
 FISHER_TOKENS = 16  # factor of the number of tokens for gradients: these are noisier, and take two passes in all
@@ -49,10 +51,9 @@ class Mixed(LayerwiseMethod):
     needs_calibration: ClassVar[bool] = True
 
     budget_mb: float = knob(
-        100.0,
+        BUDGET_MB,
         "megabytes of the whole model as it is stored, including the weights that stay in 16 bits",
         range=(0, 1e9),
-        describes=True,
     )
     choices: str = knob(
         "",
@@ -70,6 +71,12 @@ class Mixed(LayerwiseMethod):
     tokens: int = knob(
         512, "calibration tokens on which the loss is measured; 16 times as many for fisher", range=(2, 1 << 30)
     )
+    max_loss: float = knob(
+        0.0,
+        "if above 0, the smallest model whose layers lose at most this together (nats per token) takes the place of a "
+        "budget; losses are measured layer by layer, and those of whole models with few bits are larger",
+        range=(0, 1e3),
+    )
     together: bool = knob(
         True, "linears that read the same input (q, k and v; gate and up) get the same choice, as fused kernels want"
     )
@@ -83,6 +90,16 @@ class Mixed(LayerwiseMethod):
                 f"`where` (={self.where!r}) of {self.name} must be {where!r}, which is `where` of its choices"
             )
         object.__setattr__(self, "where", where)
+        if self.max_loss and self.loss not in MEASURED:
+            raise ValueError(
+                f"`max_loss` (={self.max_loss:g}) of {self.name} needs a `loss` that is one, {', '.join(MEASURED)}; "
+                f"{self.loss!r} gives none"
+            )
+        if self.max_loss and self.budget_mb != BUDGET_MB:
+            raise ValueError(
+                f"`max_loss` (={self.max_loss:g}) and `budget_mb` (={self.budget_mb:g}) of {self.name} are two ways to "
+                "say how small the model becomes: give one"
+            )
         if where != "blocks" and self.loss not in MEASURED:
             raise ValueError(
                 f"`loss` (={self.loss!r}) of {self.name} orders blocks, not the embedding: one of "
@@ -168,19 +185,20 @@ class Mixed(LayerwiseMethod):
         program = BudgetProgram({name: list(layer.choices.values()) for name, layer in layers.items()})
         beside = bytes_beside(model, targets(model, self.skip, self.where))
         self._check_budget(program.smallest + beside)
-        numbers = program.within(self.budget_mb * 1e6 - beside)
+        numbers = self._smallest(program) if self.max_loss else program.within(self.budget_mb * 1e6 - beside)
         texts = {name: list(layer.choices)[numbers[name]] for name, layer in layers.items()}
         by_member = {member: name for name, layer in layers.items() for member in layer.members}
         choices = {member: self.methods[texts[name]] for member, name in by_member.items()}
         best = program.of(numbers)
         allocation = AllocationRecord(
             loss=self.loss,
-            budget_bytes=int(self.budget_mb * 1e6),
+            budget_bytes=None if self.max_loss else int(self.budget_mb * 1e6),
             beside_bytes=beside,
             chosen=(best.cost + beside, best.loss),
             curve=tuple((choice.cost + beside, choice.loss) for choice in program.curve()),
             layers=len(layers),
             seconds=clock(context.device) - start,
+            max_loss=self.max_loss or None,
         )
         records = LayerwiseMethod.apply(self, model, batches, context.with_measured(choice=choices))
         shown = {name: {text: choice.loss for text, choice in layer.choices.items()} for name, layer in layers.items()}
@@ -207,7 +225,7 @@ class Mixed(LayerwiseMethod):
                 "shuffled": lambda: random_scores(model),
             }
             return ranked(rules[self.loss](), own)
-        kept = store and store.beside("losses", without=("budget_mb",))
+        kept = store and store.beside("losses", without=("budget_mb", "max_loss"))
         with torch.no_grad():
             loss = self._loss(model, probes, device, kept)
         how = {"device": device, "store": kept, "saved": context.saved}
@@ -249,8 +267,18 @@ class Mixed(LayerwiseMethod):
             for name, shape in targets(model, self.skip, self.where).items()
         }
 
+    def _smallest(self, program: BudgetProgram) -> dict[str, int]:
+        """The choices of the smallest model within `max_loss`."""
+        try:
+            return program.losing(self.max_loss)
+        except ValueError as error:
+            raise ValueError(
+                f"`max_loss` (={self.max_loss:g}) of {self.name} cannot be reached: {error}; more bits among "
+                "`choices`, or a larger loss, works"
+            ) from error
+
     def _check_budget(self, smallest: int) -> None:
-        if smallest > self.budget_mb * 1e6:
+        if not self.max_loss and smallest > self.budget_mb * 1e6:
             raise ValueError(
                 f"`budget_mb` (={self.budget_mb:g}) of {self.name} cannot be reached: with the smallest of `choices` "
                 f"the whole model takes {megabytes(smallest)}; fewer bits among `choices`, or a larger budget, works"

@@ -41,11 +41,12 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class AllocationRecord:
-    """The division of a budget of bytes among layers; the record's `allocation`.
+    """The division of a budget of bytes among layers, or the smallest model within a loss; the record's `allocation`.
 
-    loss: the loss whose sum was minimised. budget_bytes: of the whole model. beside_bytes: of weights without a choice.
-    chosen: (bytes of the whole model, predicted loss). curve: the same for other budgets, from the smallest choices to
-    the largest. layers: the number of layers with a choice. seconds: time to measure and choose.
+    loss: the loss whose sum counted. budget_bytes: of the whole model; None if the loss was given, `max_loss`.
+    beside_bytes: of weights without a choice. chosen: (bytes of the whole model, predicted loss). curve: the same for
+    other budgets, from the smallest choices to the largest. layers: the number of layers with a choice. seconds: time
+    to measure and choose.
     """
 
     loss: str
@@ -55,6 +56,7 @@ class AllocationRecord:
     curve: tuple[tuple[float, ...], ...]
     layers: int | None
     seconds: float | None
+    max_loss: float | None = None
 
 
 @dataclass(frozen=True)

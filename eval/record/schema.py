@@ -14,8 +14,8 @@ Its shape (more keys are welcome, these keep their names):
     folds        [{name, kind, consumers, alpha, x_before, ...}]        scales moved from norms and linears into the
                  linears that read them (`eval.record.compression.FoldRecord` has the shape)
     drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were, or might be, dropped
-    allocation   {loss, budget_bytes, beside_bytes, chosen, curve, layers, seconds}   the allocation of bytes to layers
-                 (`eval.record.compression.AllocationRecord`); null if there was none
+    allocation   {loss, budget_bytes, beside_bytes, chosen, curve, layers, seconds, max_loss}   the allocation of bytes
+                 to layers (`eval.record.compression.AllocationRecord`); null if there was none
     cache        measurements of compressed KV caches (`eval.record.measured.CacheMeasurements`); null in other runs
     strengths    {lines: [{recipe, points: [{value, removed_parameters, dropped, seconds, scores}]}]}   recipes that
                  were scored, but not timed, with {} replaced by each of these values

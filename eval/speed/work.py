@@ -64,13 +64,36 @@ class Work:
         return 2.0 * batch * (self.macs + sum(e.macs * e.active / e.count for e in self.experts) + attention)
 
 
+class StoredLinear(nn.Module):
+    """Stands for a linear whose weight will take `nbytes` stored bytes, in a model whose work is counted."""
+
+    def __init__(self, out_features: int, in_features: int, nbytes: int, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features, self.nbytes = out_features, in_features, nbytes
+        self.register_buffer("bias", bias)
+
+
+class StoredTable(nn.Module):
+    """Stands for a token embedding of which all rows together will take `nbytes` stored bytes."""
+
+    def __init__(self, num_embeddings: int, nbytes: int) -> None:
+        super().__init__()
+        self.num_embeddings, self.nbytes = num_embeddings, nbytes
+
+
 @torch.no_grad()
-def work(model: nn.Module) -> Work:
-    """Count the work of a decoding step; the model reads two tokens to find what it caches."""
+def work(model: nn.Module, *, cache: tuple[CacheLayer, ...] | None = None) -> Work:
+    """Count the work of a decoding step.
+
+    Args:
+        model: may hold stand-ins, if the cache is known.
+        cache: what the model caches; None: it reads two tokens to find that.
+    """
     counter = _Counter(getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None))
     counter.count(model)
     dtype = str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")
-    return Work(counter.once, counter.a_row, counter.macs, tuple(counter.experts), _cache_layers(model), dtype)
+    cache = _cache_layers(model) if cache is None else cache
+    return Work(counter.once, counter.a_row, counter.macs, tuple(counter.experts), cache, dtype)
 
 
 class _Counter:

@@ -39,10 +39,17 @@ def _said(layers: Sequence[LayerRecord], made: AllocationRecord) -> list[str]:
     counts = Counter(layer.choice for layer in layers if layer.choice)
     shares = ", ".join(f"{count} by {clean(choice, 80)}" for choice, count in counts.most_common())
     beside, size = made.beside_bytes or 0.0, made.chosen[0] if made.chosen else float("nan")
+    stored = f"{len(layers)} linears are stored: {shares}."
+    if made.max_loss:
+        return [
+            f"The model is the smallest in which {made.layers or 0} layers lose at most {made.max_loss:g} nats per "
+            f"token together: it takes {size / 1e6:.1f} MB, {beside / 1e6:.1f} MB of them for what stays in "
+            f"16 bits. {stored}"
+        ]
     return [
         f"A budget of {(made.budget_bytes or 0) / 1e6:.1f} MB for the whole model was shared out among "
         f"{made.layers or 0} layers, after {beside / 1e6:.1f} MB for what stays in 16 bits: the model takes "
-        f"{size / 1e6:.1f} MB. {len(layers)} linears are stored: {shares}."
+        f"{size / 1e6:.1f} MB. {stored}"
     ]
 
 

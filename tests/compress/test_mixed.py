@@ -22,6 +22,7 @@ from compress.walk.resume import BlockStore
 from compress.walk.statistics import LayerStatistics
 from compress.weights.finequant import group_size, group_sizes
 from eval.machine.size import size
+from reports.page.allocation import figures
 
 CPU = torch.device("cpu")
 CHOICES = "gptq(bits={2, 3, 4, 8}, group_size=16, min_tokens=8)"
@@ -66,6 +67,65 @@ def test_program_finds_the_least(monkeypatch, seed):
         program.within(smallest - 1)
     monkeypatch.setattr("compress.allocation.program.MOST_STATES", 16)  # coarse: within the budget all the same
     assert BudgetProgram(layers).of(BudgetProgram(layers).within(smallest + 450 * unit)).cost <= smallest + 450 * unit
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_program_finds_the_smallest_within_a_loss(seed):
+    """Against every combination."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(most: int) -> int:
+        return int(torch.randint(1, most, (1,), generator=generator))
+
+    layers = {f"l{i}": [Choice(drawn(400), drawn(1000) / 1000) for _ in range(4)] for i in range(5)}
+    program = BudgetProgram(layers)
+    every = [
+        Choice(sum(c.cost for c in several), sum(c.loss for c in several))
+        for several in itertools.product(*layers.values())
+    ]
+    best = min(choice.loss for choice in every)
+    for most in (best + 1e-9, best + 0.3, best + 1, 10):
+        found = program.of(program.losing(most))
+        assert found.loss <= most + 1e-12
+        assert found.cost == min(choice.cost for choice in every if choice.loss <= most + 1e-12)
+    with pytest.raises(ValueError, match="less than the best choices lose"):
+        program.losing(best - 0.001)
+
+
+def test_the_smallest_model_within_a_loss_is_on_the_curve(tiny, tokens):
+    """It loses what it may, and a budget of its size finds the same choices; the page says which question it answers."""
+    model, batches = tiny("llama", num_hidden_layers=2), tokens()
+    knobs = {"choices": CHOICES, "tokens": 96}
+    loose = apply([METHODS["mixed"](max_loss=0.05, **knobs)], copy.deepcopy(model), batches)
+    tight = apply([METHODS["mixed"](max_loss=0.005, **knobs)], copy.deepcopy(model), batches)
+    assert loose.allocation.chosen[1] <= 0.05 and tight.allocation.chosen[1] <= 0.005
+    assert stored(loose) == loose.allocation.chosen[0] < stored(tight) == tight.allocation.chosen[0]
+    again = apply([mixed(stored(loose) / 1e6 + 1e-6)], copy.deepcopy(model), batches)
+    assert again.allocation.chosen == pytest.approx(loose.allocation.chosen)
+    assert loose.allocation.max_loss == 0.05 and loose.allocation.budget_bytes is None
+    assert "the smallest in which" in figures(loose.layers, loose.allocation)._repr_html_()
+    assert "A budget of" in figures(again.layers, again.allocation)._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"max_loss": 0.1, "budget_mb": 80}, r"`max_loss` \(=0.1\) and `budget_mb` \(=80\) of mixed are two ways"),
+        ({"max_loss": 0.1, "loss": "cosine"}, r"`max_loss` \(=0.1\) of mixed needs a `loss` that is one, kl"),
+        ({"max_loss": -1.0}, "`max_loss`"),
+    ],
+)
+def test_a_loss_that_says_nothing_is_refused(knobs, message):
+    with pytest.raises(ValueError, match=message):
+        METHODS["mixed"](choices=CHOICES, **knobs)
+
+
+def test_a_loss_that_cannot_be_reached_names_the_least(tiny, tokens):
+    knobs = {"choices": "rtn(bits=2, group_size=16)", "tokens": 96}
+    with pytest.raises(
+        ValueError, match=r"`max_loss` \(=1e-06\) of mixed cannot be reached: .*lose, [\d.]+; more bits"
+    ):
+        apply([METHODS["mixed"](max_loss=1e-6, **knobs)], tiny("llama"), tokens())
 
 
 def test_the_budget_holds_and_is_used(tiny, tokens):
