@@ -49,6 +49,7 @@ from compress.pruning.magnitude import Magnitude
 from compress.pruning.random_choice import RandomChoice
 from compress.pruning.sparsegpt import SparseGPT
 from compress.pruning.wanda import Wanda
+from compress.recover.distil import Distil
 from compress.result import Result
 from compress.rotations.flatquant import FlatQuant
 from compress.rotations.rotate import Rotate
@@ -71,7 +72,7 @@ from kernels.step.accelerate import accelerate
 METHODS |= {
     "rtn": RTN, "gptq": GPTQ, "gptaq": GPTAQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
     "qtip": QTIP, "qmoe": QMoE, "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "bitstack": BitStack,
-    "finequant": FineQuant, "mixed": Mixed, "tune": Tune,
+    "finequant": FineQuant, "mixed": Mixed, "tune": Tune, "distil": Distil,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
     "low_rank": LowRank, "outlier_entries": Outliers,
     "rotate": Rotate, "flatquant": FlatQuant, "gather": Gather, "activations": Activations,

@@ -34,13 +34,13 @@ from compress.walk.parallel.ranks import current, joined
 from compress.walk.parallel.spawn import device_of_process, spawned
 from compress.walk.resume import BlockStore
 from compress.walk.shards import WorkFolder
-from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord
+from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord, RecoveryRecord
 from kernels.clock import clock
 from kernels.registry import recording
 from kernels.support.busy import warn_if_busy
 from kernels.support.modes import counting_writes, evaluating
 
-Told = LayerRecord | FoldRecord | DropRecord | AllocationRecord
+Told = LayerRecord | FoldRecord | DropRecord | AllocationRecord | RecoveryRecord
 
 
 def apply(
@@ -141,6 +141,7 @@ def _run(plan: Plan, device: torch.device, shared: SharedStatistics | None) -> R
         layers=_layers(made),
         folds=[one for one in made if isinstance(one, FoldRecord)],
         drops=[one for one in made if isinstance(one, DropRecord)],
+        recoveries=[one for one in made if isinstance(one, RecoveryRecord)],
         allocation=next((one for one in made[::-1] if isinstance(one, AllocationRecord)), None),
         kept=kept_weights(model, [m.skip for m in recipe if isinstance(m, LayerwiseMethod)]),
         identity=plan.identity,
@@ -161,6 +162,7 @@ def _apply_methods(plan: Plan, device: torch.device, shared: SharedStatistics | 
     made: list[Told] = []
     originals = saved = None
     drops = [method.stage for method in recipe].count("drop")  # they come first
+    prepared = {i: method.prepare(model, batches, Context(device, _store(plan, i))) for i, method in enumerate(recipe)}
     with ExitStack() as undo:
         undo.enter_context(undone_if_refused(model))
         for i, method in enumerate(recipe):
@@ -175,7 +177,7 @@ def _apply_methods(plan: Plan, device: torch.device, shared: SharedStatistics | 
             stores = method.stage not in ("drop", "transform") and not method.moves_inputs
             held = originals is None and stores and any(m.reads_originals for m in recipe[i + 1 :])
             untouched = original_linears(model) if held else None
-            context = Context(device, _store(plan, i), originals or {}, saved)
+            context = Context(device, _store(plan, i), originals or {}, saved, prepared[i])
             with naming(method.name):
                 made += method.apply(model, batches, context)
             stored = any(isinstance(one, LayerRecord) for one in made)
@@ -281,6 +283,11 @@ def _layers(made: Sequence[Told]) -> list[LayerRecord]:
         if isinstance(record, LayerRecord):
             before = layers.get(record.name)
             layers[record.name] = record if before is None else _after(before, record)
+        elif isinstance(record, RecoveryRecord):
+            for name, moved in record.moved.items():
+                if name in layers:
+                    note = f"{record.method} moved it by {moved:.2%}; its error is that before"
+                    layers[name] = replace(layers[name], notes=(*layers[name].notes, note))
     return list(layers.values())
 
 

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord
 
 # The order in which the methods of a recipe may follow one another; of the ones marked with * at most
-# one for each weight.
+# one for each weight. Methods of the stage RECOVER may stand anywhere before the cache.
 STAGES = (
-    "drop", "transform", "sparsify*", "quantize_weights*", "correct*", "tune*", "quantize_activations*", "cache",
+    "drop", "transform", "sparsify*", "quantize_weights*", "correct*", "tune*", "quantize_activations*", "recover",
+    "cache",
 )  # fmt: skip
+RECOVER = "recover"
 
 
 def knob(
@@ -73,6 +75,10 @@ class Method:
         """
         raise NotImplementedError
 
+    def prepare(self, model: nn.Module, batches: Sequence[Tensor], context: Any) -> Any:
+        """What this method needs of the model as it is before the recipe, which `apply` finds in `context.prepared`."""
+        return None
+
     def collects(self) -> tuple[str, ...]:
         """Statistics of the inputs of linears that this method reads, names in compress.walk.statistics.STATISTICS."""
         return ()
@@ -100,6 +106,9 @@ class Method:
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError, before any work, if this method with its knobs cannot be applied to this model."""
+
+    def check_text(self, batches: Sequence[Tensor]) -> None:
+        """Raise ValueError, before any work, if these calibration batches have not the text that this method needs."""
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]] | None:
         """The `Format.spec()` of each part that this method will store for a weight [out, in]; None if it leaves
@@ -216,7 +225,7 @@ def settle(recipe: Sequence[Method]) -> list[Method]:
                 f"`recipe`: {after} cannot follow {before}: both are of the kind {before.stage!r} and store the same "
                 f"weights ({' and '.join(sorted(both))}); keep one, or one for each place (`where`)"
             )
-        if a > b:
+        if a > b and not (before.stage == RECOVER and after.stage != "drop"):
             raise ValueError(f"`recipe`: {after} ({after.stage}) must come before {before} ({before.stage})")
     return settled
 
@@ -230,5 +239,5 @@ def _check_knob(method: str, field: dataclasses.Field, value: Any) -> None:
     choices, limits = field.metadata["choices"], field.metadata["range"]
     if choices and value not in choices:
         raise ValueError(f"{shown} must be one of {', '.join(map(str, choices))}")
-    if limits and not limits[0] <= value <= limits[1]:
+    if limits and value is not None and not limits[0] <= value <= limits[1]:
         raise ValueError(f"{shown} must lie between {limits[0]} and {limits[1]}")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from compress.method import Method
 from compress.walk.finite import NotFinite
 from compress.walk.offload import offloaded_parts
-from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord, Usage
+from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord, RecoveryRecord, Usage
 
 UNFINISHED = "_compression_unfinished"  # attribute of a model: what stopped the compression that has changed it
 
@@ -28,6 +28,7 @@ class Result:
         layers: one record per weight that a method took.
         folds: the scales that were moved from norms and linears into the linears that read them.
         drops: the parts of blocks that were dropped, and the other candidates.
+        recoveries: what training after the compression has brought, for each method that trains.
         kept: every other weight: {name, shape, bytes, reason}.
         identity: of the model before compression: name, weights_sha256, parameters.
         calibration: corpus, samples, seqlen, seed, sha256; None if no batches were given.
@@ -49,6 +50,7 @@ class Result:
     asked: list[Method] = field(default_factory=list)
     folds: list[FoldRecord] = field(default_factory=list)
     drops: list[DropRecord] = field(default_factory=list)
+    recoveries: list[RecoveryRecord] = field(default_factory=list)
     allocation: AllocationRecord | None = None
     notes: list[str] = field(default_factory=list)
     usage: Usage | None = None

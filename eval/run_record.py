@@ -52,8 +52,8 @@ def record(
     """Build the record from a compression's result and its scores.
 
     Args:
-        result: the result of `compress.apply` (read by its attributes: recipe, asked, layers, folds, drops, kept,
-            identity, calibration, seconds, kernels, notes, usage).
+        result: the result of `compress.apply` (read by its attributes: recipe, asked, layers, folds, drops,
+            recoveries, kept, identity, calibration, seconds, kernels, notes, usage).
         strengths: recipes scored at several strengths, in the shape of the record.
         cache: results for compressed caches.
         others: the results of the other scored models, by their names in the scores.
@@ -86,6 +86,7 @@ def record(
         "layers": result.layers,
         "folds": result.folds,
         "drops": result.drops,
+        "recoveries": {name: own for name, one in results.items() if (own := getattr(one, "recoveries", None))},
         "allocation": result.allocation,
         "strengths": strengths or {"lines": []},
         "cache": cache,

@@ -170,6 +170,10 @@ class Format(nn.Module):
         """
         return None
 
+    def trainable_floats(self) -> Trainable | None:
+        """A differentiable view of this weight if it is stored in floats; zeros that a pruning method made stay."""
+        return None
+
 
 class AsStored(Format):
     """A weight whose stored buffers keep their dtypes when the model is cast.

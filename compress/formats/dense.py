@@ -7,6 +7,7 @@ from torch import Tensor
 
 from compress.formats.base import Format
 from compress.formats.stored import FLOATS, Stored
+from compress.formats.trained import TrainedFloats
 from kernels.linear import linear
 
 
@@ -31,6 +32,10 @@ class Dense(Format):
 
     def matmul(self, x: Tensor) -> Tensor:
         return linear(x, self.weight.to(x.dtype))
+
+    def trainable_floats(self) -> TrainedFloats:
+        keep = self.weight != 0 if self.pruned else None
+        return TrainedFloats(self.weight, keep, lambda W: Dense(W, pruned=self.pruned))
 
     @classmethod
     def stacks(cls, spec: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 from compress.formats.base import Format
 from compress.formats.dense import Dense
 from compress.formats.int_group import IntGroup
-from compress.formats.trained import TrainedGroups
+from compress.formats.trained import TrainedFloats, TrainedGroups
 
 
 class _Unstored:
@@ -65,6 +65,13 @@ class Sparse(Format):
             view.store = lambda codes, scale: self.from_plain(store(codes, scale), keep)
             view.offsets.register_hook(lambda grad: grad * keep)
         return view
+
+    def trainable_floats(self) -> TrainedFloats | None:
+        """The kept entries are trained, if they are stored as floats; zeros stay."""
+        full, keep = self.expanded(), self.keep()
+        if not isinstance(full, Dense):
+            return None
+        return TrainedFloats(full.weight, keep, lambda W: self.from_plain(Dense(W), keep))
 
     def matmul(self, x: Tensor) -> Tensor:
         return self.plain.matmul(x)

@@ -70,6 +70,33 @@ class TrainedGroups(Trainable):
         return ((wanted - values) / step).clamp_(-EDGE, EDGE)
 
 
+class TrainedFloats(Trainable):
+    """w = W + offset * rms(W), rounded to the dtype in which it is stored; the weights that are not kept stay 0.
+
+    Args:
+        W: [out, in], as stored.
+        keep: [out, in] bool, the weights that pruning left; None: all.
+        store: makes the format from a weight [out, in] of W's dtype.
+    """
+
+    def __init__(self, W: Tensor, keep: Tensor | None, store: Callable[[Tensor], Format]) -> None:
+        super().__init__()
+        self.store = store
+        self.register_buffer("start", W.float())
+        self.register_buffer("keep", keep)
+        self.dtype, self.size = W.dtype, self.start.square().mean().sqrt().item()
+        self.offsets, self.factors = nn.Parameter(torch.zeros_like(self.start)), None
+
+    def weight(self) -> Tensor:
+        W = self.start + self.size * self.offsets
+        W = W if self.keep is None else W * self.keep
+        return W + (W.detach().to(self.dtype) - W).detach()
+
+    def stored(self) -> Format:
+        with torch.no_grad():
+            return self.store(self.weight().to(self.dtype))
+
+
 class _Rounded(torch.autograd.Function):
     """values(round(latent)) * scale; the gradient of the rounding is the slope of the line through its steps."""
 
@@ -80,10 +107,10 @@ class _Rounded(torch.autograd.Function):
         return unit * scale
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        unit, scale, step = ctx.saved_tensors
-        by_scale = (grad * unit).sum(-1, keepdim=True)
-        by_latent = grad * (scale if step is None else scale * step)
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (unit, scale, step), (of_latent, of_scale, *_) = ctx.saved_tensors, ctx.needs_input_grad
+        by_scale = (grad * unit).sum(-1, keepdim=True) if of_scale else None
+        by_latent = grad * (scale if step is None else scale * step) if of_latent else None
         return by_latent, by_scale, None, None
 
 

@@ -16,6 +16,7 @@ class Batches(list[Tensor]):
     """Calibration batches, LongTensors [1, seqlen], with a description of their origin (`identity`)."""
 
     identity: dict
+    further: list[Tensor]  # windows of the same corpus that are not among the batches, in the order of the seed
 
     def _repr_html_(self) -> str:
         i = self.identity
@@ -63,8 +64,10 @@ def calibration(
             f"`corpus` (={corpus!r}) has {len(ids)}{without}: take {most}, or another corpus"
         )
     generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(there, generator=generator)[:samples]
-    batches = Batches(torch.cat([prefix, ids[i * step : (i + 1) * step]])[None] for i in chosen.tolist())
+    order = torch.randperm(there, generator=generator).tolist()
+    windows = [torch.cat([prefix, ids[i * step : (i + 1) * step]])[None] for i in order]
+    batches = Batches(windows[:samples])
+    batches.further = windows[samples:]
     batches.identity = {
         "corpus": corpus,
         "samples": samples,

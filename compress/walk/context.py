@@ -22,6 +22,7 @@ class Context:
             where there is none, the present linear is.
         saved: statistics of the model before the recipe; if they are given, no pass over the model is needed for the
             statistics that a method `collects`, and nothing is propagated.
+        prepared: what the method's `prepare` gave for the model before the recipe.
         measured: what a method itself has measured before its linears are solved: {name of the value: {linear: value}}.
     """
 
@@ -29,6 +30,7 @@ class Context:
     store: BlockStore | None = None
     originals: Mapping[str, nn.Module] = field(default_factory=dict)
     saved: SavedStatistics | None = None
+    prepared: Any = None
     measured: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def with_measured(self, **values: Mapping[str, Any]) -> "Context":

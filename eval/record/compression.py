@@ -77,6 +77,42 @@ class DropRecord:
 
 
 @dataclass(frozen=True)
+class RecoveryPoint:
+    """A score of a model during its recovery.
+
+    step, tokens, seconds: updates, trained tokens and time of training so far. loss: mean of the updates since the last
+    score. divergence: KL of the held-out windows, nats per token, of the teacher's likeliest tokens.
+    """
+
+    step: int
+    tokens: int
+    seconds: float
+    loss: float | None
+    divergence: float
+
+
+@dataclass(frozen=True)
+class RecoveryRecord:
+    """The recovery of a compressed model by training; a row of the record's `recoveries`.
+
+    method: as in the recipe. windows, held_out: number of windows of text that were there, and of those not trained on.
+    learned: the number of values that learn. teacher_seconds: time of the original model's predictions, 0 if they were
+    on disk. curve: the first score is that before training. kept: the update whose values the model has. ended: why
+    training ended. moved: by weight, ||change|| / ||weight||.
+    """
+
+    method: str
+    windows: int | None
+    held_out: int | None
+    learned: int | None
+    teacher_seconds: float | None
+    curve: tuple[RecoveryPoint, ...]
+    kept: int | None
+    ended: str
+    moved: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Magnitudes:
     """Magnitudes of channels: the largest, the 99th percentile and the median; kurtosis: of inputs, the mean over
     tokens of the kurtosis of a token's values."""

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.record import noise
-from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord, Magnitudes
+from eval.record.compression import (
+    AllocationRecord,
+    DropRecord,
+    FoldRecord,
+    LayerRecord,
+    Magnitudes,
+    RecoveryRecord,
+)
 from eval.record.measured import Bench, CacheMeasurements, Generation, Sample, Tasks
 from eval.record.reading import row
 from eval.record.speed import Cost, Measure, Speed, SpeedGrid
@@ -144,6 +151,7 @@ class RunRecord:
     inputs: dict[str, dict[str, Magnitudes]]
     folds: tuple[FoldRecord, ...]
     drops: tuple[DropRecord, ...]
+    recoveries: dict[str, tuple[RecoveryRecord, ...]]
     allocation: AllocationRecord | None
     strengths: Strengths
     cache: CacheMeasurements | None

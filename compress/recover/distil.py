@@ -1,0 +1,192 @@
+"""Distillation: a compressed model is trained for minutes, until its predictions are close to the original model's."""
+
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from compress.linear import compressed_linears
+from compress.method import Method, knob
+from compress.recover.divergence import LOSSES
+from compress.recover.learned import TRAIN, Changes, learning
+from compress.recover.loop import Schedule, Training, train
+from compress.recover.teacher import Teacher
+from compress.walk.capture import device_of
+from compress.walk.context import Context
+from compress.walk.parallel.ranks import current, joined
+from compress.walk.resume import BlockStore
+from eval.record.compression import RecoveryRecord
+
+RATES = {"scales": 1e-3, "weights": 1e-3, "norms": 2e-3}  # by `train`, where `rate` is not given
+HELD_OUT = 16  # one window in so many is held out, at most MOST_HELD_OUT
+MOST_HELD_OUT = 8
+TEACHING = 0.25  # the largest share of a budget of minutes that the original model's predictions take
+STORING = ("drop", "transform", "sparsify", "quantize_weights", "correct", "tune", "quantize_activations")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distil(Method):
+    """Trains a compressed model towards the predictions of the original one; the bytes that are stored stay the same.
+
+    The loss is measured at the logits, over windows of the calibration corpus: those of the calibration itself, and
+    further ones. The text that is scored is never among them.
+    """
+
+    name: ClassVar[str] = "distil"
+    stage: ClassVar[str] = "recover"
+    source: ClassVar[str] = "arXiv:1503.02531; for stored weights arXiv:2305.17888 and arXiv:2407.11062"
+    needs_calibration: ClassVar[bool] = True
+
+    train: str = knob(
+        "scales",
+        "what learns; scales: scales of stored weights, norms and biases, while all codes stay; weights: codes, "
+        "unpruned weights and scales; norms: norms and biases",
+        choices=TRAIN,
+        describes=True,
+    )
+    loss: str = knob(
+        "forward", "divergence from the original model (forward), to it (reverse), or both", choices=LOSSES
+    )
+    steps: int = knob(1000, "most updates of what learns", range=(1, 1 << 24))
+    minutes: float = knob(
+        10.0,
+        "time in minutes, with the original model's predictions, after which training ends; 0: no limit",
+        range=(0, 1e6),
+        describes=True,
+    )
+    windows: int = knob(1024, "most windows of text; the calibration corpus may have fewer", range=(2, 1 << 24))
+    batch: int = knob(2, "windows per update", range=(1, 1 << 16))
+    rate: float | None = knob(
+        None,
+        "size of the largest updates, as a share of what learns; None: 0.001 for scales and weights, 0.002 for norms",
+        range=(0, 1),
+    )
+    skip: str = knob("", "comma-separated name patterns (* and ?) of linears that do not learn")
+
+    @property
+    def reads_originals(self) -> bool:
+        return self.train == "weights"
+
+    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
+        if not any(method.stage in STORING for method in before):
+            raise ValueError(
+                f"`recipe`: {self} recovers what an earlier method has changed, and there is none before it; a pruning "
+                "method or a quantiser before it works"
+            )
+        return self
+
+    def check_text(self, batches: Sequence[Tensor]) -> None:
+        there = len(self._text(batches))
+        if there < 2:
+            raise ValueError(f"`batches` has {there} windows for {self}; it needs at least 2, one of which is held out")
+
+    def own_passes(self) -> str:
+        return "the predictions of the original model, and training"
+
+    def trains(self, longest: int) -> tuple[str, int]:
+        return "model", longest
+
+    def prepare(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> "Prepared":
+        """The predictions of the original model."""
+        text = self._text(batches)
+        made = Prepared.at(context.store, text, self._held_out(len(text)))
+        if current().rank == 0:
+            with joined(device_of(model), alone=True):
+                least = made.held_out + self.batch
+                made.teacher.write(model, text, least=least, seconds=60 * TEACHING * self.minutes)
+        current().check()
+        return made
+
+    def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[RecoveryRecord]:
+        made = None
+        if current().rank == 0:
+            with joined(device_of(model), alone=True):
+                made = self._trained(model, context)
+        changes, record = current().from_first(made)
+        changes.put(model)
+        return [record]
+
+    def _trained(self, model: nn.Module, context: Context) -> tuple[Changes, RecoveryRecord]:
+        prepared = context.prepared
+        count, seconds = prepared.teacher.written(len(prepared.text))
+        schedule = Schedule(
+            steps=self.steps,
+            minutes=self.minutes,
+            batch=self.batch,
+            rate=RATES[self.train] if self.rate is None else self.rate,
+            loss=self.loss,
+            held_out=prepared.held_out,
+            spent=seconds,
+        )
+        before = {**compressed_linears(model), **{n: p.detach().clone() for n, p in model.named_parameters()}}
+        with learning(model, self.train, self.skip, context.originals) as (learned, changes):
+            numbers = sum(p.numel() for p in learned.latent.values())
+            if not numbers:
+                raise ValueError(f"`train` (={self.train!r}) of {self.name}: nothing in this model can learn by it")
+            text = prepared.text[:count]
+            how = {"name": self.name, "store": context.store}
+            training = train(model, learned, text, prepared.teacher, schedule, **how)
+            made = changes()
+        return made, self._record(training, made, before, numbers, count, prepared.held_out, seconds)
+
+    def _record(
+        self,
+        training: Training,
+        changes: Changes,
+        before: Mapping[str, Any],
+        learned: int,
+        windows: int,
+        held_out: int,
+        seconds: float,
+    ) -> RecoveryRecord:
+        moved = {}
+        for name, linear in changes.linears.items():
+            W = before[name].dequantize()
+            moved[name] = ((linear.dequantize() - W).norm() / W.norm().clamp_min(1e-30)).item()
+        for name, value in changes.parameters.items():
+            W = before[name].float()
+            moved[name] = ((value.float() - W).norm() / W.norm().clamp_min(1e-30)).item()
+        return RecoveryRecord(
+            method=str(self),
+            windows=windows,
+            held_out=held_out,
+            learned=learned,
+            teacher_seconds=seconds,
+            curve=tuple(training.curve),
+            kept=training.best,
+            ended=training.ended,
+            moved=moved,
+        )
+
+    def _text(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        """The windows, those that are held out first: they are the last ones of the corpus, and not of the
+        calibration, if it has more."""
+        text = [*batches, *getattr(batches, "further", ())][: self.windows]
+        held_out = self._held_out(len(text))
+        return text[len(text) - held_out :] + text[: len(text) - held_out]
+
+    def _held_out(self, windows: int) -> int:
+        return min(MOST_HELD_OUT, max(1, windows // HELD_OUT))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The text of a training, its windows that are held out first, and the original model's predictions for it."""
+
+    text: list[Tensor]
+    held_out: int
+    teacher: Teacher
+
+    @classmethod
+    def at(cls, store: BlockStore | None, text: list[Tensor], held_out: int) -> "Prepared":
+        """With predictions in this store's folder, or in a temporary one that lives as long as the result."""
+        if store is not None:
+            return cls(text, held_out, Teacher(BlockStore(store.folder / "teacher")))
+        folder = tempfile.TemporaryDirectory(prefix="workbench-teacher-")
+        made = cls(text, held_out, Teacher(BlockStore(Path(folder.name))))
+        weakref.finalize(made, folder.cleanup)
+        return made

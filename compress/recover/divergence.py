@@ -1,0 +1,49 @@
+"""How far the predictions of two models lie apart, from the likeliest tokens of one of them."""
+
+import torch
+from torch import Tensor
+
+LOSSES = ("forward", "reverse", "both")
+SMALLEST = 1e-6  # the least probability that is assumed for all tokens outside the likeliest ones
+
+
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probabilities, both [n, count], of the likeliest tokens for logits [n, vocabulary]."""
+    logp, ids = (logits - logits.logsumexp(-1, keepdim=True)).topk(min(count, logits.shape[-1]))
+    return ids, logp
+
+
+def divergence(logits: Tensor, ids: Tensor, logp: Tensor, loss: str = "forward") -> Tensor:
+    """The divergence [n], in nats, of predictions from those of a teacher of which the likeliest tokens are known.
+
+    All other tokens count as one, so that the forward divergence is at most that over the whole vocabulary (the data
+    processing inequality).
+
+    Args:
+        logits: [n, vocabulary], of the student, float32.
+        ids, logp: [n, k], the likeliest tokens of the teacher, and their log-probabilities, float32.
+        loss: "forward", KL(teacher | student); "reverse", KL(student | teacher); "both", their mean with weights that
+            are, for each position, the entropy of the student for the forward one and that of the teacher for the
+            reverse one: the less certain model is drawn to the more certain one.
+
+    Source: arXiv:1503.02531 (forward), arXiv:2306.08543 (reverse), BD-KD, arXiv:2212.12965 (both; there the weights are
+    two constants, which the comparison of the entropies selects).
+    """
+    total = logits.logsumexp(-1, keepdim=True)
+    student = _with_rest(logits.gather(-1, ids) - total)
+    teacher = _with_rest(logp)
+    apart = teacher - student
+    p, q = teacher.exp(), student.exp()
+    if loss == "forward":
+        return (p * apart).sum(-1)
+    if loss == "reverse":
+        return -(q * apart).sum(-1)
+    forward, reverse = (p * apart).sum(-1), -(q * apart).sum(-1)
+    unsure = -(q * student).sum(-1).detach(), -(p * teacher).sum(-1)  # entropies of the student and of the teacher
+    return (unsure[0] * forward + unsure[1] * reverse) / (unsure[0] + unsure[1]).clamp_min(SMALLEST)
+
+
+def _with_rest(logp: Tensor) -> Tensor:
+    """Log-probabilities [n, k + 1]: those given, and that of all other tokens together."""
+    inside = logp.logsumexp(-1, keepdim=True).exp()
+    return torch.cat([logp, (1 - inside).clamp_min(SMALLEST).log()], -1)

@@ -1,0 +1,263 @@
+"""The training loop: a model's predictions are drawn to those of a teacher, within a budget of updates and minutes."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from compress.recover.at_head import AtHead
+from compress.recover.divergence import divergence
+from compress.recover.learned import Learned
+from compress.recover.teacher import POSITIONS, Teacher
+from compress.walk.capture import device_of
+from compress.walk.parallel.ranks import progress_bar
+from compress.walk.resume import BlockStore
+from eval.record.compression import RecoveryPoint
+
+WARM_UP = 0.05  # share of the updates in which the rate rises to its full size
+TIMED = 3  # updates from whose time their number within a budget of minutes is taken; the first one is not counted
+CHECKS = 10  # scores of the held-out windows during training, beside that before it
+PATIENCE = 4  # scores without an improvement after which training ends
+LARGEST_GRADIENT = 1.0  # norm of all gradients together, beyond which they are scaled down
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The schedule of training.
+
+    steps: number of updates. minutes: the time after which training ends, 0 for no limit; it fixes the number of
+        updates after the first few, so that a run that was interrupted has the same number.
+    batch: windows per update. rate: size of the largest updates, relative to the numbers that learn. loss: see
+        `compress.recover.divergence`. held_out: the number of first windows, which are scored and not trained on.
+    spent: seconds of the budget that have gone by before training.
+    """
+
+    steps: int
+    minutes: float
+    batch: int
+    rate: float
+    loss: str
+    held_out: int
+    spent: float = 0.0
+
+
+@dataclass
+class Training:
+    """The state of training that a file keeps beside the numbers that learn, and its result.
+
+    step: updates so far. steps: updates in all. seconds: time of training so far. curve: scores of the held-out
+    windows. best: the update with the best score, whose numbers are the result. ended: why training ended.
+    """
+
+    step: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    curve: list[RecoveryPoint] = field(default_factory=list)
+    best: int = 0
+    ended: str = ""
+
+
+def train(
+    model: nn.Module,
+    learned: Learned,
+    windows: Sequence[Tensor],
+    teacher: Teacher,
+    schedule: Schedule,
+    *,
+    name: str,
+    store: BlockStore | None,
+) -> Training:
+    """Train what learns in a model; it has the values with the best score afterwards, or those from before.
+
+    A run that is killed goes on, with the same `store`, from its last score, and gives the same result bit by bit.
+
+    Args:
+        windows: LongTensors [1, T], of which the first ones are held out.
+        name: of the method, for the progress bar.
+    """
+    return _Loop(model, learned, windows, teacher, schedule, name, store).run()
+
+
+class _Loop:
+    def __init__(
+        self,
+        model: nn.Module,
+        learned: Learned,
+        windows: Sequence[Tensor],
+        teacher: Teacher,
+        schedule: Schedule,
+        name: str,
+        store: BlockStore | None,
+    ) -> None:
+        self.model, self.learned, self.windows, self.teacher = model, learned, windows, teacher
+        self.schedule, self.name, self.store = schedule, name, store
+        self.device, self.latent = device_of(model), learned.latent
+        self.trained = len(windows) - schedule.held_out
+        self.optimizer = torch.optim.AdamW(self.latent.values(), betas=(0.9, 0.95), weight_decay=0.0)
+        self.state = Training(steps=schedule.steps)
+        self.best = {key: p.detach().clone() for key, p in self.latent.items()}
+        self.losses: list[float] = []  # of the updates since the last score
+
+    def run(self) -> Training:
+        self.learned.prepare()
+        self.at_head = AtHead(self.model)
+        self._resume()
+        state = self.state
+        if not state.curve:
+            self._check()
+        progress = progress_bar(total=state.steps, initial=state.step, desc=self.name, unit="update")
+        times: list[float] = []
+        while state.step < state.steps and not state.ended:
+            start = time.perf_counter()
+            self._update()
+            state.seconds += time.perf_counter() - start
+            times.append(time.perf_counter() - start)
+            if state.step == TIMED and self.schedule.minutes:
+                self._fit(sum(times[1:]) / max(len(times) - 1, 1))
+                progress.total = state.steps
+            if not state.ended and (state.step in self._checks()):
+                self._check()
+            progress.update()
+            last = state.curve[-1].divergence
+            loss = f"loss {self.losses[-1]:.4f}, " if self.losses else ""
+            progress.set_postfix_str(f"{loss}held out {last:.4f} (at first {state.curve[0].divergence:.4f})")
+        progress.close()
+        self._load(self.best)
+        self.learned.prepare()
+        state.ended = state.ended or "all updates are done"
+        return state
+
+    def _checks(self) -> set[int]:
+        """The updates after which the held-out windows are scored."""
+        return {math.ceil(self.state.steps * (i + 1) / CHECKS) for i in range(CHECKS)}
+
+    def _fit(self, seconds: float) -> None:
+        """Fix the number of updates of this many seconds that the budget of minutes allows."""
+        left = 60 * self.schedule.minutes - self.schedule.spent - self.state.seconds
+        scores = CHECKS * self.schedule.held_out / (3 * self.schedule.batch)  # in updates, which also go backward
+        self.state.steps = max(self.state.step, min(self.state.steps, int(left / seconds - scores)))
+        self._keep()
+
+    def _update(self) -> None:
+        state, batch = self.state, min(self.schedule.batch, self.trained)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule.rate * _warm(state.step, state.steps)
+        total = 0.0
+        for i in range(state.step * batch, (state.step + 1) * batch):
+            loss = self._backward(self._window(i))
+            if not math.isfinite(loss):
+                state.ended = f"the loss of update {state.step + 1} was {loss}"
+                return
+            total += loss / batch
+        self.learned.collect()
+        for parameter in self.latent.values():
+            if parameter.grad is not None:
+                parameter.grad /= batch
+        norm = nn.utils.clip_grad_norm_(self.latent.values(), LARGEST_GRADIENT).item()
+        if not math.isfinite(norm):
+            state.ended = f"the gradient of update {state.step + 1} was {norm}"
+            return
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.learned.prepare()
+        state.step += 1
+        self.losses.append(total)
+
+    def _window(self, i: int) -> int:
+        """The i-th window that is trained on: all of them in a random order, and again in another one."""
+        turn, place = divmod(i, self.trained)
+        order = torch.randperm(self.trained, generator=torch.Generator().manual_seed(turn))
+        return self.schedule.held_out + int(order[place])
+
+    def _backward(self, window: int) -> float:
+        """The loss of a window; its gradients are added to those of the leaves."""
+        with torch.enable_grad():
+            hidden = self.at_head.hidden(self.windows[window].to(self.device))
+            given, total = hidden.detach().requires_grad_(), 0.0
+            ids, logp = self.teacher.of(window, self.device)
+            pieces = zip(given.split(POSITIONS), ids.split(POSITIONS), logp.split(POSITIONS), strict=True)
+            for piece, its_ids, its_logp in pieces:
+                logits = self.at_head.logits(piece)
+                loss = divergence(logits, its_ids, its_logp, self.schedule.loss).sum() / len(ids)
+                loss.backward()
+                total += loss.item()
+            hidden.backward(given.grad)
+        return total
+
+    @torch.no_grad()
+    def _score(self) -> float:
+        """The mean forward divergence of the held-out windows, nats per token."""
+        total = tokens = 0.0
+        for window in range(self.schedule.held_out):
+            hidden = self.at_head.hidden(self.windows[window].to(self.device))
+            ids, logp = self.teacher.of(window, self.device)
+            pieces = zip(hidden.split(POSITIONS), ids.split(POSITIONS), logp.split(POSITIONS), strict=True)
+            total += sum(divergence(self.at_head.logits(h), *teacher).sum().item() for h, *teacher in pieces)
+            tokens += len(ids)
+        return total / tokens
+
+    def _check(self) -> None:
+        """Score the held-out windows, remember the best state, keep all of it on disk, and see whether to go on."""
+        state, start = self.state, time.perf_counter()
+        score = self._score()
+        loss = sum(self.losses) / len(self.losses) if self.losses else None
+        tokens = state.step * min(self.schedule.batch, self.trained) * self.windows[0].shape[1]
+        best = state.curve[_best(state.curve)].divergence if state.curve else math.inf
+        state.seconds += time.perf_counter() - start
+        state.curve.append(RecoveryPoint(state.step, tokens, state.seconds, loss, score))
+        self.losses.clear()
+        if score < best:
+            state.best, self.best = state.step, {key: p.detach().clone() for key, p in self.latent.items()}
+        elif not score < 2 * state.curve[0].divergence:
+            state.ended = f"training diverged: the held-out windows had {score:.4g} after update {state.step}"
+        elif len(state.curve) - 1 - _best(state.curve) >= PATIENCE:
+            state.ended = f"the held-out windows did not improve after update {state.best}"
+        self._keep()
+
+    def _keep(self) -> None:
+        if self.store is None:
+            return
+        tensors = {f"now.{key}": p.detach() for key, p in self.latent.items()}
+        tensors |= {f"best.{key}": p for key, p in self.best.items()}
+        for key, parameter in self.latent.items():
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{name}.{key}"] = value
+        state = {**vars(self.state), "curve": [vars(point) for point in self.state.curve]}
+        self.store.put(0, tensors, {"training": state})
+
+    def _resume(self) -> None:
+        found = self.store.get(0) if self.store else None
+        if found is None:
+            return
+        tensors, about = found
+        kept = about["training"]
+        self.state = Training(**{**kept, "curve": [RecoveryPoint(**point) for point in kept["curve"]]})
+        self.best = {key: tensors[f"best.{key}"].to(p.device) for key, p in self.latent.items()}
+        self._load({key: tensors[f"now.{key}"] for key in self.latent})
+        for key, parameter in self.latent.items():
+            own = {n: tensors[f"{n}.{key}"] for n in ("step", "exp_avg", "exp_avg_sq") if f"{n}.{key}" in tensors}
+            if own:
+                self.optimizer.state[parameter] = {
+                    n: t.to(parameter.device) if n != "step" else t for n, t in own.items()
+                }
+        self.learned.prepare()
+
+    def _load(self, values: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for key, parameter in self.latent.items():
+                parameter.copy_(values[key])
+
+
+def _warm(step: int, steps: int) -> float:
+    """The share of the full rate at an update: it rises linearly, and falls as a cosine to 0."""
+    warm = max(1, round(WARM_UP * steps))
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+def _best(curve: Sequence[RecoveryPoint]) -> int:
+    return min(range(len(curve)), key=lambda i: curve[i].divergence if math.isfinite(curve[i].divergence) else math.inf)

@@ -1,0 +1,62 @@
+"""The predictions of the original model for the text on which a compressed one is trained, computed once and kept on
+disk."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from compress.recover.at_head import AtHead
+from compress.recover.divergence import likeliest
+from compress.walk.capture import device_of
+from compress.walk.parallel.ranks import progress_bar
+from compress.walk.resume import BlockStore
+from kernels.linear import fast_linear
+
+KEPT = 128  # likeliest tokens of a position that are kept, with their log-probabilities
+POSITIONS = 128  # positions whose logits are in memory at once
+
+
+class Teacher:
+    """The likeliest tokens of the original model at every position of every window.
+
+    Args:
+        store: the folder, with a file for each window.
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        self.store = store
+
+    @torch.no_grad()
+    def write(self, model: nn.Module, windows: Sequence[Tensor], *, least: int, seconds: float = 0.0) -> None:
+        """Write the predictions for these windows, LongTensors [1, T]; those that are on disk already stay.
+
+        Args:
+            least: the number of windows that are written in any case.
+            seconds: the time after which no further window is begun; 0: all are written.
+        """
+        if self.store.about(len(windows)) is not None:
+            return
+        start, first, device = time.perf_counter(), self.store.finished(len(windows)), device_of(model)
+        at_head, count = AtHead(model), len(windows)
+        with fast_linear():
+            for i in progress_bar(range(first, len(windows)), desc="predictions of the original", unit="window"):
+                if seconds and i >= least and time.perf_counter() - start > seconds:
+                    count = i
+                    break
+                hidden = at_head.hidden(windows[i].to(device))
+                pieces = [likeliest(at_head.logits(piece), KEPT) for piece in hidden.split(POSITIONS)]
+                ids, logp = (torch.cat(both).cpu() for both in zip(*pieces, strict=True))
+                self.store.put(i, {"ids": ids.int(), "logp": logp.half()}, {})
+        self.store.put(len(windows), {}, {"windows": count, "seconds": time.perf_counter() - start})
+
+    def written(self, windows: int) -> tuple[int, float]:
+        """Of this many windows, the number of those whose predictions were written, and the seconds that it took."""
+        about = self.store.about(windows)
+        return about["windows"], about["seconds"]
+
+    def of(self, window: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Ids and log-probabilities [T, k] of the likeliest tokens at each position of a window."""
+        tensors, _ = self.store.get(window)
+        return tensors["ids"].long().to(device), tensors["logp"].float().to(device)

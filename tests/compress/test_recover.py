@@ -1,0 +1,275 @@
+"""Recovery: the divergence and its gradients are right, what is trained is what is stored, and a model comes nearer to
+the original without a byte more."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from compress import METHODS, apply, calibration
+from compress.formats import Bitmap, CodebookGroup, Dense, IntGroup
+from compress.linear import CompressedLinear, compressed_linears
+from compress.method import settle
+from compress.recipe import parse_recipe
+from compress.recover import loop
+from compress.recover.at_head import AtHead
+from compress.recover.divergence import divergence, likeliest
+from compress.recover.learned import Stand, learning
+from compress.transforms import ChainedTransform, Hadamard, Rounding
+
+QUICK = "steps=12, minutes=0, batch=2"
+
+
+@pytest.fixture
+def peaked(tiny):
+    """A tiny model whose predictions are not uniform, so that compression changes them by more than rounding."""
+
+    def make(architecture="llama"):
+        torch.manual_seed(0)
+        model = tiny(architecture)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 2:
+                    parameter.mul_(6.0 if "embed" in name else 2.0)
+        return model
+
+    return make
+
+
+def kl(model, original, batches):
+    """Mean KL(original | model) over all positions, in float64."""
+    total = []
+    for ids in batches:
+        p, q = (m(ids).logits[0].detach().double().log_softmax(-1) for m in (original, model))
+        total.append((p.exp() * (p - q)).sum(-1))
+    return torch.cat(total).mean().item()
+
+
+def test_the_divergence_over_all_tokens_is_that_of_torch():
+    teacher, student = torch.randn(5, 40), torch.randn(5, 40)
+    p, q = teacher.log_softmax(-1), student.log_softmax(-1)
+    ids, logp = likeliest(teacher, 40)
+    forward, reverse = (divergence(student, ids, logp, loss) for loss in ("forward", "reverse"))
+    assert torch.allclose(forward, F.kl_div(q, p, reduction="none", log_target=True).sum(-1), atol=1e-5)
+    assert torch.allclose(reverse, F.kl_div(p, q, reduction="none", log_target=True).sum(-1), atol=1e-5)
+    both = divergence(student, ids, logp, "both")
+    assert ((both >= torch.minimum(forward, reverse) - 1e-6) & (both <= torch.maximum(forward, reverse) + 1e-6)).all()
+    fewer = divergence(student, *likeliest(teacher, 8))
+    assert ((fewer > 0) & (fewer <= forward + 1e-6)).all(), "tokens that count as one cannot tell models apart further"
+
+
+def test_the_less_certain_model_is_drawn_to_the_other():
+    certain, unsure = torch.tensor([[8.0, 0.0, 0.0, 0.0]]), torch.tensor([[0.5, 0.0, 0.0, 0.0]])
+    for teacher, student, nearer in ((certain, unsure, "forward"), (unsure, certain, "reverse")):
+        ids, logp = likeliest(teacher, 4)
+        made = {loss: divergence(student, ids, logp, loss).item() for loss in ("forward", "reverse", "both")}
+        other = made["forward" if nearer == "reverse" else "reverse"]
+        assert abs(made["both"] - made[nearer]) < abs(made["both"] - other)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "opt", "qwen3_moe", "cohere", "granite"])
+def test_pieces_of_logits_are_those_of_the_whole_window(architecture, tiny, tokens):
+    """Whatever follows the head (a factor, a cap), the model's own code computes it."""
+    model, ids = tiny(architecture), tokens(1, 20)[0]
+    at_head = AtHead(model)
+    assert at_head.splits
+    hidden = at_head.hidden(ids)
+    pieces = torch.cat([at_head.logits(piece) for piece in hidden.split(7)])
+    assert torch.allclose(pieces, model(ids).logits[0].float(), atol=1e-5)
+    assert "forward" not in vars(model.base_model)
+
+
+STORED = {
+    "integers": lambda W: [IntGroup.from_codes(W.mul(4).round().clamp(-4, 3).add(4).to(torch.uint8), torch.full((24, 4), 0.25), None, bits=3, group_size=8)],
+    "a table": lambda W: [CodebookGroup.from_codes(W.mul(4).round().clamp(-4, 3).add(4).to(torch.uint8), torch.randn(8), torch.full((24, 4), 0.5), group_size=8)],
+    "integers and a dense part": lambda W: [*STORED["integers"](W), Dense(0.1 * torch.randn(24, 32))],
+    "half zeros": lambda W: [Bitmap.from_plain(Dense(W * (W > 0)), W > 0)],
+}  # fmt: skip
+TRANSFORMS = {
+    "none": lambda: None,
+    "rotation": lambda: Hadamard(torch.randn(32).sign(), 32),
+    "rotation and rounding": lambda: ChainedTransform([Hadamard(torch.randn(32).sign(), 32), Rounding(8)]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("stored", STORED)
+def test_the_stand_computes_as_the_stored_linear(stored, transform):
+    torch.manual_seed(1)
+    x = torch.randn(5, 32, requires_grad=True)
+    linear = CompressedLinear(
+        STORED[stored](torch.randn(24, 32)), torch.randn(24), dtype=torch.float32, transform=TRANSFORMS[transform]()
+    )
+    stand = Stand(linear, "weights", None, torch.float32)
+    y = stand(x)
+    assert torch.allclose(y, linear(x.detach()), atol=2e-2 if "rounding" in transform else 1e-4)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    turned = (
+        torch.eye(32) if transform == "none" else linear.transform(torch.eye(32)) if transform == "rotation" else None
+    )
+    if turned is not None:  # x' = x T, y = x T W'
+        assert torch.allclose(gradient, (turned @ linear.dequantize().t()).sum(-1).expand(5, 32), atol=1e-4)
+    again = stand.stored()
+    assert torch.equal(again.dequantize(), linear.dequantize()) and again.nbytes == linear.nbytes
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "rtn(bits=3, group_size=16)",
+        "rtn(bits=4, group_size=16, grid=iq4_nl, scale_dtype=int6)",
+        "rtn(bits=8, group_size=-1, symmetric=True), int8",
+        "rotate, rtn(bits=3, group_size=16), activations(bits=8)",
+    ],
+)
+def test_scales_learn_and_codes_and_bytes_stay(recipe, peaked, tokens):
+    text, original = tokens(12, 24), peaked()
+    before = apply(recipe, peaked(), text).model
+    result = apply(f"{recipe}, distil({QUICK})", peaked(), text)
+    (record,) = result.recoveries
+    assert kl(result.model, original, text[:-1]) < kl(before, original, text[:-1]), record
+    assert record.curve[0].step == 0 and record.kept > 0 and record.curve[-1].divergence < record.curve[0].divergence
+    for name, linear in compressed_linears(result.model).items():
+        was = compressed_linears(before)[name]
+        assert linear.spec() == was.spec() and linear.nbytes == was.nbytes
+        for key, tensor in linear.state_dict().items():
+            if key.endswith(("codes", "zero")) and "scale" not in key:
+                assert torch.equal(tensor, was.state_dict()[key]), f"{name}.{key}"
+    moved = [one for one in result.layers if any("distil" in note for note in one.notes)]
+    assert len(moved) == len(result.layers)
+
+
+def test_what_was_scored_is_what_the_model_has(peaked, tokens):
+    """The last score of the held-out windows, computed again with the stored model."""
+    text, original = tokens(12, 24), peaked()
+    result = apply(f"rtn(bits=3, group_size=16), distil({QUICK})", peaked(), text)
+    (record,) = result.recoveries
+    kept = next(point for point in record.curve if point.step == record.kept)
+    assert kl(result.model, original, text[-1:]) == pytest.approx(kept.divergence, rel=0.02)
+
+
+def test_zeros_stay_and_weights_learn(peaked, tokens):
+    text, original = tokens(12, 24), peaked()
+    pruned = "sparsegpt(pattern='2:4', min_tokens=8)"
+    before = apply(pruned, peaked(), text).model
+    after = apply(f"{pruned}, distil(train=weights, rate=0.01, {QUICK})", peaked(), text).model
+    assert kl(after, original, text[:-1]) < kl(before, original, text[:-1])
+    for name, linear in compressed_linears(after).items():
+        was = compressed_linears(before)[name]
+        assert torch.equal(linear.dequantize() != 0, was.dequantize() != 0) and linear.nbytes == was.nbytes
+
+
+def test_plain_linears_learn_after_blocks_were_dropped(peaked, tokens):
+    text, original = tokens(12, 24), peaked()
+    before = apply("layer_drop(target=mlp, count=1)", peaked(), text).model
+    after = apply(f"layer_drop(target=mlp, count=1), distil(train=weights, rate=0.01, {QUICK})", peaked(), text)
+    assert kl(after.model, original, text[:-1]) < kl(before, original, text[:-1])
+    assert after.model.dtype == original.dtype and not any(p.grad is not None for p in after.model.parameters())
+
+
+def test_pruned_distilled_quantised_distilled(peaked, tokens):
+    """GPUSQ's recipe: the zeros stay through all of it, and every training lowers its own score."""
+    recipe = (
+        f"sparsegpt(pattern='2:4', min_tokens=8), distil(train=weights, rate=0.01, {QUICK}), "
+        f"gptq(bits=4, group_size=16, min_tokens=8), distil({QUICK})"
+    )
+    result = apply(recipe, peaked(), tokens(12, 24))
+    assert [record.kept > 0 for record in result.recoveries] == [True, True]
+    for linear in compressed_linears(result.model).values():
+        zeros = (linear.dequantize().unflatten(1, (-1, 4)) == 0).sum(-1)
+        assert (zeros >= 2).all()
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("train", ["scales", "weights"])
+def test_a_killed_training_goes_on_bit_by_bit(train, peaked, tokens, tmp_path, monkeypatch):
+    text, recipe = tokens(12, 24), f"rtn(bits=3, group_size=16), distil(train={train}, rate=0.01, steps=20, minutes=0)"
+    whole = apply(recipe, peaked(), text, work_path=tmp_path / "whole")
+    update, count = loop._Loop._update, [0]
+
+    def dies(self):
+        count[0] += 1
+        if count[0] == 14:
+            raise Killed
+        update(self)
+
+    monkeypatch.setattr(loop._Loop, "_update", dies)
+    with pytest.raises(Killed):
+        apply(recipe, peaked(), text, work_path=tmp_path / "killed")
+    count[0] = 100
+    again = apply(recipe, peaked(), text, work_path=tmp_path / "killed")
+    assert count[0] < 100 + 20, "it began with the last score, not anew"
+    assert [p.divergence for p in again.recoveries[0].curve] == [p.divergence for p in whole.recoveries[0].curve]
+    theirs = whole.model.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in again.model.state_dict().items())
+
+
+def test_a_rate_that_diverges_leaves_the_best_state(peaked, tokens):
+    result = apply(f"rtn(bits=3, group_size=16), distil(rate=1.0, {QUICK})", peaked(), tokens(12, 24))
+    (record,) = result.recoveries
+    scores = {point.step: point.divergence for point in record.curve}
+    assert scores[record.kept] == min(scores.values())
+    assert math.isfinite(kl(result.model, peaked(), tokens(2, 24)))
+
+
+def test_nan_names_the_update(peaked, tokens, monkeypatch):
+    backward, count = loop._Loop._backward, [0]
+
+    def breaks(self, window):
+        count[0] += 1
+        return math.nan if count[0] > 8 else backward(self, window)
+
+    monkeypatch.setattr(loop._Loop, "_backward", breaks)
+    (record,) = apply(f"rtn(bits=3, group_size=16), distil({QUICK})", peaked(), tokens(12, 24)).recoveries
+    assert record.ended == "the loss of update 5 was nan" and record.kept <= 4
+
+
+def test_minutes_bound_the_updates(peaked, tokens):
+    recipe = "rtn(bits=3, group_size=16), distil(steps=100000, minutes=0.05)"
+    (record,) = apply(recipe, peaked(), tokens(12, 24)).recoveries
+    assert loop.TIMED <= record.curve[-1].step < 100000
+    assert record.curve[-1].seconds < 20
+
+
+def test_the_text_is_of_the_same_corpus_and_not_what_is_scored():
+    from compress import held_out, load_model
+
+    _, tokenizer = load_model("tiny")
+    batches = calibration(tokenizer, corpus="pydocs", samples=4, seqlen=32)
+    more = calibration(tokenizer, corpus="pydocs", samples=6, seqlen=32)
+    assert all(torch.equal(a, b) for a, b in zip(more, [*batches, *batches.further], strict=False))
+    text = METHODS["distil"](windows=40)._text(batches)
+    assert len(text) == 40 and torch.equal(text[2], batches[0]) and not any(torch.equal(text[0], b) for b in batches)
+    scored = held_out(tokenizer, corpus="pydocs")[0].unfold(0, 16, 1)
+    inside = {tuple(row.tolist()) for row in scored}
+    assert not inside & {tuple(window[0, 1:17].tolist()) for window in text[:8]}
+
+
+def test_passes_leave_the_model_as_it_was(peaked, tokens):
+    model = apply("rtn(bits=3, group_size=16)", peaked().bfloat16(), tokens(2, 24)).model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    inverse = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    ids = tokens(1, 24)[0]
+    logits = model(ids).logits
+    with learning(model, "scales", "") as (learned, _):
+        AtHead(model).hidden(ids).float().square().sum().backward()
+        learned.collect()
+        assert all(p.grad is not None for p in learned.latent.values())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert {name: buffer.dtype for name, buffer in model.named_buffers()} == inverse
+    assert torch.equal(model(ids).logits, logits)
+
+
+def test_bad_recipes_are_refused_before_any_work(peaked, tokens):
+    with pytest.raises(ValueError, match=r"`recipe`: distil\(.*there is none before it"):
+        settle(parse_recipe("distil"))
+    with pytest.raises(ValueError, match="must come before"):
+        settle(parse_recipe("rtn, kv_int, distil"))
+    with pytest.raises(ValueError, match=r"`batches` has 1 windows for distil"):
+        apply("rtn(bits=3, group_size=16), distil", peaked(), tokens(1, 24))
+    with pytest.raises(ValueError, match=r"`train` \(='all'\) of distil must be one of scales, weights, norms"):
+        METHODS["distil"](train="all")
