@@ -19,7 +19,7 @@ MOST = 1 << 15  # an upper limit above this only guards against typing errors
 FAMILIES = {
     "weights": "quantisation of weights", "tuning": "quantisation of weights",
     "activations": "quantisation of activations", "rotations": "quantisation of activations",
-    "pruning": "pruning", "correction": "parts that are added",
+    "recover": "recovery by training", "pruning": "pruning", "correction": "parts that are added",
     "smoothing": "KV cache", "eviction": "KV cache", "storing": "KV cache", "learned": "KV cache",
     "reading": "KV cache", "projecting": "KV cache",
 }  # families of the methods of every folder  # fmt: skip

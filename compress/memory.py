@@ -227,7 +227,9 @@ class _Case:
         wide = sum(max(shape) for shape in shapes)
         if scope == "model":  # every block keeps data for its gradient, and the loss the logits in float32
             saved = len(find_blocks(self.model)[1]) * (12 * self._hidden + wide)
-            return 4 * tokens * (saved + 4 * self.model.get_input_embeddings().num_embeddings)
+            every = sum(out * columns for out, columns in targets(self.model).values())
+            logits = 4 * tokens * self.model.get_input_embeddings().num_embeddings
+            return int(4 * (tokens * saved + logits + method.held_copies * every))
         return int(4 * weights * method.working_set[0]) + 3 * 4 * tokens * (8 * self._hidden + wide)
 
     def _folding(self, method: FoldingMethod, shapes: Sequence[tuple[int, int]]) -> int:

@@ -56,6 +56,11 @@ class Method:
     # [out, in], and of the Gram matrix [in, in] of its inputs beside that matrix itself. They predict peak memory.
     working_set: ClassVar[tuple[float, float]] = (8.0, 0.0)
 
+    @property
+    def held_copies(self) -> float:
+        """The number of float32 copies of all weights of the blocks that training of the whole model holds."""
+        return 0.0
+
     def __new__(cls, *values: Any, **knobs: Any) -> "Method":
         check_knob_names(cls, knobs, named=not values)
         return super().__new__(cls)

@@ -17,6 +17,7 @@ from compress.recover.loop import Schedule, Training, train
 from compress.recover.teacher import Teacher
 from compress.walk.capture import device_of
 from compress.walk.context import Context
+from compress.walk.offload import is_offloaded
 from compress.walk.parallel.ranks import current, joined
 from compress.walk.resume import BlockStore
 from eval.record.compression import RecoveryRecord
@@ -25,7 +26,6 @@ RATES = {"scales": 1e-3, "weights": 1e-3, "norms": 2e-3}  # by `train`, where `r
 HELD_OUT = 16  # one window in so many is held out, at most MOST_HELD_OUT
 MOST_HELD_OUT = 8
 TEACHING = 0.25  # the largest share of a budget of minutes that the original model's predictions take
-STORING = ("drop", "transform", "sparsify", "quantize_weights", "correct", "tune", "quantize_activations")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +68,29 @@ class Distil(Method):
     skip: str = knob("", "comma-separated name patterns (* and ?) of linears that do not learn")
 
     @property
+    def held_copies(self) -> float:
+        """The weights in float32, as they are read and as they are stored, their gradients, and the optimiser's state;
+        with fewer numbers that learn, only some of these have the size of the weights."""
+        return {"scales": 4.0, "weights": 8.5, "norms": 1.0}[self.train]
+
+    @property
     def reads_originals(self) -> bool:
         return self.train == "weights"
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
-        if not any(method.stage in STORING for method in before):
+        if not before:
             raise ValueError(
                 f"`recipe`: {self} recovers what an earlier method has changed, and there is none before it; a pruning "
                 "method or a quantiser before it works"
             )
         return self
+
+    def check(self, model: nn.Module) -> None:
+        if is_offloaded(model):
+            raise ValueError(
+                f"`weights` (='disk'): {self.name} keeps gradients for the whole model in memory: load it with "
+                "weights='memory'"
+            )
 
     def check_text(self, batches: Sequence[Tensor]) -> None:
         there = len(self._text(batches))

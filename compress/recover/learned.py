@@ -27,13 +27,12 @@ class Changes:
     parameters: dict[str, Tensor]
 
     def put(self, model: nn.Module) -> None:
-        """Put them into the model."""
+        """Put them into the model. Other models that share the memory of its parameters keep theirs."""
         device = device_of(model)
         for name, linear in self.linears.items():
             replace(model, name, linear.to(device))
-        with torch.no_grad():
-            for name, value in self.parameters.items():
-                model.get_parameter(name).copy_(value)
+        for name, value in self.parameters.items():
+            model.get_parameter(name).data = value.to(device)
 
 
 class Learned:

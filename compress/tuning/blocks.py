@@ -77,7 +77,7 @@ def put(model: nn.Module, made: TunedBlock, device: torch.device) -> None:
     for name, linear in made.linears.items():
         replace(model, name, linear.to(device))
     for name, value in made.norms.items():
-        model.get_parameter(name).copy_(value)
+        model.get_parameter(name).data = value.to(device)  # other models may share the memory of the former values
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,9 @@ class _Tuning:
         block = blocks[index]
         stored = {n: m for n in names if isinstance(m := self.model.get_submodule(n), CompressedLinear)}
         norms = {n: p for n, p in block.named_parameters(prefix=f"{prefix}.{index}") if p.dim() == 1}
-        untrained = {n: p.clone() for n, p in norms.items()}
+        untrained = {n: p.data for n, p in norms.items()}
+        for parameter in norms.values():
+            parameter.data = parameter.data.clone()  # other models may share its memory
         with dense_weights(block), fast_linear():
             outputs = (run_block(block, call, index, self.device) for call in calls)
             first = self._loss(outputs, wanted)

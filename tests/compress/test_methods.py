@@ -48,11 +48,12 @@ ROWS = {
     "low_rank": {"rank": 4},
     "outlier_entries": {"share": 0.01},
     "tune": {"steps": 4},
+    "distil": {"steps": 4, "minutes": 0.0},
     "svdquant": {"rank": 4},
     "smooth_keys": {},
 }
 RTN = METHODS["rtn"](bits=4, group_size=16)
-BEFORE = {"correct": [RTN], "tune": [RTN]}  # by stage: what must be stored already
+BEFORE = {"correct": [RTN], "tune": [RTN], "recover": [RTN]}  # by stage: what must be stored already
 EXACT = {
     "finequant": {"alpha": 0.0},
     "mixed": {"choices": "rtn(bits=8, group_size=16)"},
@@ -127,7 +128,7 @@ def test_every_architecture(name, architecture, tiny, tokens):
 
 
 # Whatever differs from run to run differs in test_weights_on_disk_give_the_same_bits, too, which takes all but these.
-NOT_ON_DISK = ("rotate",)  # which refuses weights on disk
+NOT_ON_DISK = ("rotate", "distil")  # which refuse weights on disk
 TWICE = [pytest.param(name, marks=[pytest.mark.slow] * (name not in NOT_ON_DISK)) for name in WEIGHTS]
 
 

@@ -32,6 +32,7 @@ CASES = [
     ("llama", "gptq(bits=3, group_size=16), low_rank(rank=4)", {}),
     ("mixtral", "awq(bits=3, group_size=16)", {"calibrate": "once"}),
     ("llama", "gptaq(bits=3, group_size=16), tune(steps=3)", {}),
+    ("llama", "rtn(bits=3, group_size=16), distil(steps=3, minutes=0)", {}),
 ]
 SETUP = f"""
 import os, sys, torch

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from compress import METHODS, apply, calibration
+from compress.apply import apply_each
 from compress.formats import Bitmap, CodebookGroup, Dense, IntGroup
 from compress.linear import CompressedLinear, compressed_linears
 from compress.method import settle
@@ -119,7 +120,6 @@ def test_the_stand_computes_as_the_stored_linear(stored, transform):
     [
         "rtn(bits=3, group_size=16)",
         "rtn(bits=4, group_size=16, grid=iq4_nl, scale_dtype=int6)",
-        "rtn(bits=8, group_size=-1, symmetric=True), int8",
         "rotate, rtn(bits=3, group_size=16), activations(bits=8)",
     ],
 )
@@ -187,7 +187,8 @@ class Killed(Exception):
 
 @pytest.mark.parametrize("train", ["scales", "weights"])
 def test_a_killed_training_goes_on_bit_by_bit(train, peaked, tokens, tmp_path, monkeypatch):
-    text, recipe = tokens(12, 24), f"rtn(bits=3, group_size=16), distil(train={train}, rate=0.01, steps=20, minutes=0)"
+    text, recipe = tokens(12, 24), f"rtn(bits=3, group_size=16), distil(train={train}, steps=20, minutes=0)"
+    monkeypatch.setattr(loop, "PATIENCE", 100)
     whole = apply(recipe, peaked(), text, work_path=tmp_path / "whole")
     update, count = loop._Loop._update, [0]
 
@@ -262,6 +263,20 @@ def test_passes_leave_the_model_as_it_was(peaked, tokens):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert {name: buffer.dtype for name, buffer in model.named_buffers()} == inverse
     assert torch.equal(model(ids).logits, logits)
+
+
+@pytest.mark.parametrize("trained", [f"distil({QUICK})", "tune(steps=4, norm_rate=0.01)"])
+def test_models_that_share_memory_keep_their_own_values(trained, peaked, tokens):
+    """Norms that learn in one of several results must not change in the others, or in the original."""
+    model, text = peaked(), tokens(12, 24)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    recipes = {"trained": f"rtn(bits=3, group_size=16), {trained}", "not": "rtn(bits=3, group_size=16)"}
+    made = apply_each(recipes, model, text)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    alone = apply(recipes["not"], peaked(), text).model.state_dict()
+    assert all(torch.equal(tensor, alone[name]) for name, tensor in made["not"].model.state_dict().items())
+    norm = "model.norm.weight" if "distil" in trained else "model.layers.0.input_layernorm.weight"
+    assert not torch.equal(made["trained"].model.state_dict()[norm], before[norm])
 
 
 def test_bad_recipes_are_refused_before_any_work(peaked, tokens):
