@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.machine.memory import peak_memory
-from eval.machine.size import bits_per_weight, parameter_count, size
+from eval.machine.size import bits_per_weight, parameter_count, positions, size
 from eval.record.html import CELL_COLOURS
 from eval.record.measured import Sample
 from eval.record.metrics import Change, metric_table
 from eval.record.rows import typed
 from eval.record.speed import Speed
-from eval.speed.speed import PLAIN, measure_speed, positions, standard_variants
+from eval.speed.speed import PLAIN, measure_speed, standard_variants
 from eval.text.divergence import compare_on_text
 from eval.text.names import text_name
 from eval.text.perplexity import perplexity

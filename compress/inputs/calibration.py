@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from compress.inputs.corpus import apart, load_text
 from compress.walk.identity import tokens_sha256
 from kernels.special_tokens import beginning
+from kernels.support.errors import check_positive
 
 
 class Batches(list[Tensor]):
@@ -47,9 +48,7 @@ def calibration(
     Raises:
         ValueError: a number is not positive, or the corpus is too short for samples x seqlen.
     """
-    for name, value in (("samples", samples), ("seqlen", seqlen)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
+    check_positive(samples=samples, seqlen=seqlen)
     documents, overlap = apart(corpus, scored)
     ids, prefix = _tokens(tokenizer, documents), torch.tensor(beginning(tokenizer), dtype=torch.long)
     step = seqlen - len(prefix)

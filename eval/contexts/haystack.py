@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from kernels.support.errors import check_positive
+
 SLACK = 40  # number of tokens by which a context may be shorter than requested
 APART = 0.1  # least distance between two needles, as a share of the text
 LEAST_TEXT = 64  # least number of tokens of text for which a depth is meaningful
@@ -182,9 +184,7 @@ def samples(
 def _check(task: str, documents: Sequence[str], length: int, count: int, depths: Sequence[float] | None) -> None:
     if task not in TASKS:
         raise ValueError(f"`task` (={task!r}) must be one of {', '.join(TASKS)}")
-    for name, value in (("length", length), ("count", count)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
+    check_positive(length=length, count=count)
     if depths is not None and (len(depths) == 0 or not all(0 <= d <= 1 for d in depths)):
         raise ValueError(
             f"`depths` (={list(depths)}) must be numbers from 0 (first) to 1 (last), at least one; or None"

@@ -26,6 +26,7 @@ from transformers import Cache
 
 from eval.contexts.answers import FULL, Answer, LongContextScores
 from eval.contexts.haystack import ContextSample, Question
+from eval.machine.size import positions
 from kernels.clock import clock
 from kernels.support.modes import evaluating
 
@@ -252,11 +253,11 @@ def _check(
         raise ValueError(
             f"`visibilities` (={list(visibilities)}): {single[0]} has no second question; agnostic or visible works"
         )
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    most = positions(model)
     for sample in samples:
         longest = len(sample.context) + sum(len(q.ask) + len(q.answer) for q in sample.questions[:2])
-        if longest > positions:
+        if longest > most:
             raise ValueError(
-                f"a sample of {sample.task} has {longest} tokens; this model has {positions} positions: a smaller "
+                f"a sample of {sample.task} has {longest} tokens; this model has {most} positions: a smaller "
                 "`length` works"
             )

@@ -31,6 +31,7 @@ from kernels.registry import recording
 from kernels.step.assemble import CHECKED, MOST, difference
 from kernels.step.decoder import NotNative, recognise
 from kernels.step.in_parts import StepInParts
+from kernels.support.errors import check_positive
 
 FULL = "full"
 SDPA = "full, torch SDPA"
@@ -66,9 +67,8 @@ def measure_cache_speed(
     Raises:
         ValueError: no full cache among the variants, or numbers that are not positive.
     """
-    for name, value in (("new_tokens", new_tokens), ("rounds", rounds), *(("contexts", c) for c in contexts)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
+    for context in contexts:
+        check_positive(new_tokens=new_tokens, rounds=rounds, contexts=context)
     if FULL not in variants:
         raise ValueError(
             f"`variants` (={list(variants)}) must hold {FULL!r}, the cache with which all others are compared"

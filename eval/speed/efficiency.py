@@ -27,13 +27,14 @@ from tqdm.auto import tqdm
 
 from eval.machine.energy import POWERCAP, EnergyCounter, NotMeasurable, energy_counter, gpu_use
 from eval.machine.memory import return_freed_memory
-from eval.machine.size import size
+from eval.machine.size import positions, size
 from eval.record.speed import Measure
 from eval.speed.device_lock import undisturbed
-from eval.speed.speed import TimedModel, clear, contestants, in_groups, make, make_ready, positions, serve
+from eval.speed.speed import TimedModel, clear, contestants, in_groups, make, make_ready, serve
 from eval.speed.work import Work, work
 from kernels.harness.roofline import Ceilings
 from kernels.support.deploy import deployed
+from kernels.support.errors import check_positive
 
 METRICS = ("memory_use", "compute_use", "latency", "throughput", "energy", "compression_rate")
 EVERY_S = 0.02  # seconds between two samples of the machine
@@ -152,9 +153,7 @@ def check_efficiency(
     model: nn.Module, *, prompt_tokens: int = 128, new_tokens: int = 32, rounds: int = 3, seconds: float = 2.0
 ) -> None:
     """Raise ValueError if efficiency cannot be measured like this; quick. Args: as in `measure_efficiency`."""
-    for name, value in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens), ("rounds", rounds)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
+    check_positive(prompt_tokens=prompt_tokens, new_tokens=new_tokens, rounds=rounds)
     if prompt_tokens + new_tokens > positions(model):
         raise ValueError(
             f"`prompt_tokens` (={prompt_tokens}) + `new_tokens` (={new_tokens}) must be at most {positions(model)}, "

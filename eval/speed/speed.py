@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from eval.machine.load import LoadMeter
 from eval.machine.memory import return_freed_memory
+from eval.machine.size import positions
 from eval.record.noise import Load, spread
 from eval.record.speed import Speed, TimingSettings
 from eval.speed.attention import fast_attention
@@ -45,7 +46,7 @@ from kernels.step.forward import NativePrompt, native_prompt
 from kernels.step.gpu.accelerate import accelerate_by_graphs
 from kernels.step.gpu.graphs import Graphs
 from kernels.support.deploy import deployed
-from kernels.support.errors import first_line
+from kernels.support.errors import check_positive, first_line
 
 
 @dataclass
@@ -144,9 +145,7 @@ def measure_speed(
         ValueError: lengths that are not positive, or beyond the model's positions.
     """
     counts = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "rounds": rounds, "batch": batch}
-    for name, value in counts.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
+    check_positive(**counts)
     longest = min(positions(v.source) for v in variants.values())
     if prompt_tokens + new_tokens > longest:
         raise ValueError(f"`prompt_tokens` (={prompt_tokens}) + `new_tokens` (={new_tokens}) must be at most {longest}")
@@ -173,11 +172,6 @@ def measure_speed(
         settings = TimingSettings(**counts | {"new_tokens": variant.decodes(new_tokens)}, groups=groups)
         speeds[name] = _speed(variant, settings, bandwidth, *noise)
     return speeds
-
-
-def positions(model: nn.Module) -> int:
-    """The number of positions of a model, according to its configuration."""
-    return getattr(model.config, "max_position_embeddings", None) or 1 << 30
 
 
 def in_groups(

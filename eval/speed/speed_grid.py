@@ -15,6 +15,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from eval.machine.load import LoadMeter
+from eval.machine.size import positions
 from eval.record.speed import GridRow, SpeedGrid, TimingSettings
 from eval.speed.device_lock import timing_threads, undisturbed
 from eval.speed.speed import (
@@ -25,10 +26,10 @@ from eval.speed.speed import (
     in_turns,
     make,
     make_ready,
-    positions,
     quartiles,
     spreads,
 )
+from kernels.support.errors import check_positive
 
 
 def check_speed_grid(
@@ -46,9 +47,7 @@ def check_speed_grid(
     for name, values in (("batches", batches), ("prompts", prompts)):
         if not values or any(type(value) is not int or value < 1 for value in values) or len(set(values)) < len(values):
             raise ValueError(f"`{name}` (={list(values)}) must be positive integers, at least one, each once")
-    for name, value in (("new_tokens", new_tokens), ("rounds", rounds)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
+    check_positive(new_tokens=new_tokens, rounds=rounds)
     longest = max(prompts)
     if longest + new_tokens > positions(model):
         raise ValueError(

@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
+from eval.machine.size import positions
 from eval.record.files import write_whole
 from eval.record.html import html_table
 from eval.record.measured import Generation, GenerationRow, GenerationSettings, Sample
 from eval.text.windows import mean_and_stderr
 from eval.writing.generation import Written, encode_prompt, end_tokens, first_difference, settings_aside, write
+from kernels.support.errors import check_positive
 
 SWEEP_PROMPTS = (
     "Which planet of the solar system has the most moons, and how are moons discovered?",
@@ -338,9 +340,7 @@ def check_generations(
 
     Args: as in `compare_generations`, for one of the models.
     """
-    for name, value in (("new_tokens", new_tokens), ("seeds", seeds)):
-        if type(value) is not int or value < 1:
-            raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
+    check_positive(new_tokens=new_tokens, seeds=seeds)
     bad = [
         t for t in temperatures if isinstance(t, bool) or not isinstance(t, int | float) or not _COLDEST <= t < math.inf
     ]
@@ -351,11 +351,11 @@ def check_generations(
         )
     if len({f"{t:g}" for t in temperatures}) < len(temperatures):
         raise ValueError(f"`temperatures` (={list(temperatures)}) has one twice; give each value once")
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    most = positions(model)
     for prompt in prompts:
         taken = encode_prompt(tokenizer, prompt).shape[1]
-        if taken + new_tokens > positions:
+        if taken + new_tokens > most:
             raise ValueError(
-                f"`new_tokens` (={new_tokens}) after a prompt of {taken} tokens is more than this model's {positions} "
-                f"positions; {max(positions - taken, 0)} works"
+                f"`new_tokens` (={new_tokens}) after a prompt of {taken} tokens is more than this model's {most} "
+                f"positions; {max(most - taken, 0)} works"
             )

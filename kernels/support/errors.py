@@ -1,4 +1,11 @@
-"""One-line messages of errors. This module is in `kernels` because every other package may import `kernels`."""
+"""One-line messages of errors, and a check of counts: in `kernels`, which every other package may import."""
+
+
+def check_positive(**counts: object) -> None:
+    """Raise ValueError for the first of these values that is no positive integer."""
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"`{name}` (={value!r}) must be a positive integer")
 
 
 def first_line(error: BaseException) -> str:

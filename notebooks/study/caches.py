@@ -26,6 +26,7 @@ from eval.contexts.answers import LongContextScores
 from eval.contexts.haystack import NOISE, ContextSample, samples
 from eval.contexts.long_context import score_long_context
 from eval.evaluate import Scores
+from eval.machine.size import positions
 from eval.record.files import write_whole
 from eval.record.measured import CacheMeasurements
 from eval.record.reading import read_json
@@ -251,11 +252,11 @@ def time_caches(
 
 def check_caches(model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int], lengths: Sequence[int]) -> None:
     """Raise ValueError, before any work, if the model cannot be scored or timed with these settings."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    most = positions(model)
     for name, values in (("speed_contexts", contexts), ("lengths", lengths)):
-        if wrong := [n for n in values if not 1 <= n < positions]:
+        if wrong := [n for n in values if not 1 <= n < most]:
             raise ValueError(
-                f"`{name}` (={list(values)}): {wrong[0]} must lie between 1 and {positions - 1}, the model's positions"
+                f"`{name}` (={list(values)}): {wrong[0]} must lie between 1 and {most - 1}, the model's positions"
             )
     for methods in recipes.recipes.values():
         check_recipe(methods, model)

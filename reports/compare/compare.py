@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from eval.record.metrics import fmt, growth, percent
 from eval.record.reading import row
@@ -20,10 +20,10 @@ from reports.compare.two import Verdict, compare_two
 from reports.compare.variants import Quantity, Variant, mean_cost, shared, variants
 from reports.parts.downloads import as_csv, with_downloads
 from reports.parts.files import LIMIT_BYTES, Report, environment, with_contents, with_links, write_page
-from reports.parts.text import clean, link, listed, plural, public
+from reports.parts.text import clean, listed, plural
 
 __all__ = ["Leaderboard", "RunOutcome", "Verdict", "compare_page", "compare_two", "leaderboard", "render_comparison"]
-MAX_FAILURES, MAX_RUNS, MAX_LINES, MAX_LOST = 30, 200, 12, 5
+MAX_FAILURES, MAX_RUNS, MAX_LOST = 30, 200, 5
 _LOSSES = (  # kind, its name on the page, and how a cost is shown
     ("kl", "nats of KL per token", lambda cost: f"{cost:.4f}"),
     ("task", "of the baseline’s accuracy", lambda cost: f"{100 * (1 - cost):.1f} %"),
@@ -53,14 +53,12 @@ def compare_page(
     outcomes: Sequence[RunOutcome],
     *,
     title: str = "Comparison",
-    path_of_samples: excerpts.PathOfSamples = excerpts.samples_link,
     allowed_loss: float = ALLOWED_LOSS,
 ) -> str:
     """The page as HTML, of at most a megabyte: if there is more, every part shows fewer rows and says so.
 
     Args:
         allowed_loss: the loss of accuracy, as a share, that the smallest recipe may have; the page begins with it.
-        path_of_samples: (run, file in its folder) -> link, relative to the page; "" if it must not be linked.
     """
     template = environment().get_template("compare.html")
     found = variants(outcomes)
@@ -69,7 +67,7 @@ def compare_page(
     board = of_variants(found, sys.maxsize)
     data = as_csv(board.head, board.lines), board.data
     for scale in _SCALES:
-        html = template.render(first | context(outcomes, found, models, path_of=path_of_samples, scale=scale))
+        html = template.render(first | context(outcomes, found, models, scale=scale))
         html = with_contents(with_downloads(html, "comparison", *data, "the leaderboard"))
         if len(html.encode()) <= LIMIT_BYTES:
             break
@@ -81,7 +79,6 @@ def context(
     found: Sequence[Variant],
     models: Sequence[PlaneModels],
     *,
-    path_of: excerpts.PathOfSamples,
     scale: float = 1.0,
 ) -> dict[str, Any]:
     """What templates/compare.html needs beside the title and the decisions."""
@@ -97,14 +94,15 @@ def context(
         "planes": drawn,
         "best": [one for one in drawn if one.model == drawn[0].model][:2],
         "heat": heat_map(found, scale),
-        "flips": excerpts.flips(found, path_of, scale),
-        "texts": excerpts.generations(found, path_of, scale),
-        "failures": [_failure(run) for run in failed[: max(5, round(MAX_FAILURES * scale))]],
+        "flips": excerpts.flips(found, scale),
+        "texts": excerpts.generations(found, scale),
+        "failures": [(run, run.failed or row(Failure, {})) for run in failed[: max(5, round(MAX_FAILURES * scale))]],
         "failed": len(failed),
         "machines": machines(outcomes),
         "differs": differences(outcomes, max(3, round(6 * min(1.0, scale * 2)))),
         "compared_runs": sum(run.record is not None for run in outcomes),
-        "runs": [_run(run, max(300, round(2000 * scale))) for run in outcomes[:runs]],
+        "runs": outcomes[:runs],
+        "longest_command": max(300, round(2000 * scale)),
         "more_runs": max(0, len(outcomes) - runs),
     }
 
@@ -170,49 +168,3 @@ def _cards(outcomes: Sequence[RunOutcome], found: Sequence[Variant]) -> list[tup
             words = f"{words}{'' if told else ', within the noise'}: {clean(best.label, 70)}"
             cards.append((fmt(1 / ratio if kind == "stored" else ratio, unit="×"), words))
     return cards
-
-
-class ShownFailure(NamedTuple):
-    """A failed run as text: the place and the reason of the failure, and the last printed lines."""
-
-    key: str
-    href: str
-    kind: str
-    where: str
-    error: str
-    lines: str
-    of: Failure
-
-
-class ShownRun(NamedTuple):
-    key: str
-    notebook: str
-    status: str
-    href: str
-    seconds: float | None
-    command: str
-
-
-def _failure(run: RunOutcome) -> ShownFailure:
-    of = run.failed or row(Failure, {})
-    cell = "" if of.cell is None else f"cell {of.cell}"
-    return ShownFailure(
-        clean(run.key, 120),
-        link(run.href, "notebook.ipynb"),
-        clean(of.kind or "unknown", 60),
-        ", ".join(filter(None, (cell, clean(of.cell_title, 120)))),
-        public(of.error, 400),
-        "\n".join(public(line, 240) for line in of.lines[-MAX_LINES:]),
-        of,
-    )
-
-
-def _run(run: RunOutcome, limit: int) -> ShownRun:
-    return ShownRun(
-        clean(run.key, 120),
-        clean(run.notebook, 60),
-        clean(run.shown_status, 30),
-        link(run.href, "report.html") if run.record else "",
-        run.measured.run.duration_s,
-        clean(run.command or run.measured.provenance.command, limit),
-    )

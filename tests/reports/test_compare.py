@@ -20,6 +20,7 @@ from reports.compare.noise import Amount, Effect, ahead, better, standings
 from reports.compare.pareto import axes_of, plane_models, planes
 from reports.compare.variants import Quantity, variants
 from reports.parts.text import clean, link
+from tests.reports.records import record_of
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "reports" / "published"
 LIMIT_BYTES = 1_000_000
@@ -76,63 +77,26 @@ def make_record(
     layers = [
         {
             "name": f"model.layers.{i}.mlp.{kind}",
-            "shape": [8, 8],
             "format": "int",
             "bits_per_weight": 4.0,
             "error": 0.001 * (i + 1),
-            "rtn_error": None,
-            "seconds": 0.1,
-            "notes": [],
         }
         for i in range(6)
         for kind in ("up_proj", "down_proj")
     ]
-    return {
-        "schema_version": 1,
-        "run": {
-            "key": key,
-            "notebook": "notebook",
-            "started": "2026-01-02T10:00:00+00:00",
-            "duration_s": 60.0,
-            "parameters": {},
-        },
-        "recipe": recipes["compressed"],
-        "recipes": recipes,
-        "layers": layers,
-        "calibration": None,
-        "kernels": {},
-        "model": {"name": f"model-{weights}", "weights_sha256": weights * 32, "parameters": 100_000_000},
-        "scores": scores,
-        "difference": difference,
-        "speed": speed,
-        "texts": {"news": {"tokens": 1024 * windows, "window": 1024, "stride": None, "windows": windows}},
-        "samples": [
-            {
-                "prompt": "Why?",
-                "texts": {"baseline": "Because.", "compressed": "Since."},
-                "first_difference": {"compressed": 0},
-            }
-        ],
-        "provenance": {
-            "commit": "f" * 40,
-            "dirty": False,
-            "versions": {"torch": "2.13.0"},
-            "threads": 2,
-            "device": "cpu",
-            "hardware": {
-                "cpu": cpu,
-                "cpu_capability": "AVX512",
-                "cores": 2,
-                "memory_bytes": 2**34,
-                "gpus": [],
-                "system": "Linux",
-            },
-            "dtype": "float32",
-            "deploy_dtype": "bfloat16",
-            "flags": {"deterministic": False},
-            "command": f"workbench run {key}",
-        },
-    }
+    return record_of(
+        key,
+        "notebook",
+        layers,
+        cpu=cpu,
+        recipe=recipes["compressed"],
+        recipes=recipes,
+        model={"name": f"model-{weights}", "weights_sha256": weights * 32, "parameters": 100_000_000},
+        scores=scores,
+        difference=difference,
+        speed=speed,
+        texts={"news": {"tokens": 1024 * windows, "window": 1024, "stride": None, "windows": windows}},
+    )
 
 
 def make_run(key: str, record: dict | None = None, **more) -> RunOutcome:
@@ -598,22 +562,24 @@ def test_only_what_differs_is_told():
 def test_changed_answers_and_texts_are_shared_out_and_linked():
     found = variants(make_sweep())
     told = flips(found)
-    assert [row.number for row in told.rows] == [1, 1, 2, 2, 3, 3, 4, 4] and len(told.examples) == 9 and told.more == 0
-    assert [one.number for one in told.examples[:3]] == [1, 2, 4], "in turns, so that no recipe crowds out the others"
+    assert (
+        [row.variant.number for row in told.rows] == [1, 1, 2, 2, 3, 3, 4, 4]
+        and len(told.examples) == 9
+        and told.more == 0
+    )
+    assert [v.number for v, _ in told.examples[:3]] == [1, 2, 4], "in turns, so that no recipe crowds out the others"
     assert told.rows[0].href == "a/samples/compressed.easy.jsonl" and told.rows[4].href == "", (
         "no file is known of plain"
     )
     few = flips(found, scale=0.1)
     assert len(few.examples) == 2 and few.more == 7 and len(few.rows) + few.hidden == 8
     made = generations(found)
-    assert [one.prompt for one in made.prompts] == ["Tell me."] and [t.number for t in made.prompts[0].texts] == [
+    assert [one.prompt for one in made.prompts] == ["Tell me."] and [v.number for v, _ in made.prompts[0].texts] == [
         1,
         2,
         4,
     ]
     assert made.files["a/samples/generations.jsonl"] == "a" and len(made.rows) == 6
-    mine = flips(found, path_of=lambda run, file: f"../{run.key}/{file}")
-    assert mine.rows[0].href == "../a/samples/compressed.easy.jsonl"
     old = [make_run("a", make_record("a", {"compressed": one(1, 1, 1)}))]
     assert generations(variants(old)).prompts[0].prompt == "Why?" and flips(variants(old)).rows == []
 

@@ -4,6 +4,7 @@ import glob
 import json
 import math
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from eval.record.schema import read_record
 from reports.compare.compare import compare_page, leaderboard
 from reports.compare.index import index_page
 from reports.compare.outcome import RunOutcome
+from reports.page.folds import figures
 from reports.page.render import page, render
 from reports.parts.text import public
 
@@ -55,6 +57,59 @@ def test_no_number_breaks_a_page(kind, tmp_path):
     bare = record | dict.fromkeys(("layers", "folds", "drops", "strengths", "speed", "samples", "tasks", "generation"))
     for key in ("scores", "model", "provenance", "run", "recipe", "kept", "texts", "difference", "kernels"):
         assert "<h1" in page(bare | {key: None})
+
+
+EVIL = '"><img src=x onerror="window.owned=1"><script>1</script>'
+STRUCTURE = {  # texts of a record that its readers compare with their own
+    "baseline", "compressed", "full", "acc", "acc_norm", "bits_per_byte", "right to wrong", "wrong to right",
+    "agnostic", "another", "turns", "visible", "follow-up", "timed",
+}  # fmt: skip
+
+
+def with_evil(value, names):
+    """The same record with this text in place of all others, and of the names of its models and caches."""
+    if isinstance(value, dict):
+        return {f"{EVIL}{names.index(key)}" if key in names else key: with_evil(of, names) for key, of in value.items()}
+    if isinstance(value, list):
+        return [with_evil(of, names) for of in value]
+    return EVIL if isinstance(value, str) and value not in STRUCTURE else value
+
+
+class Active(HTMLParser):
+    """Everything of a page that could run or lead elsewhere."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.found = []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        if tag in ("script", "img", "iframe", "object", "embed", "form", "base"):
+            self.found.append(tag)
+        for name, value in attributes:
+            scheme = value.partition(":")[0] if name == "href" and ":" in (value or "") else ""
+            if (
+                name.startswith("on")
+                or scheme not in ("", "data")
+                or (name == "href" and (value or "").startswith("//"))
+            ):
+                self.found.append(f"{name}={value}")
+
+
+@pytest.mark.parametrize("kind", ["recipe", "kv-eviction", "pruning", "smoothquant-smollm2"])
+def test_no_text_of_a_record_runs_or_leads_elsewhere(kind, tmp_path):
+    record = read_record(max(glob.glob(str(PUBLISHED / f"{kind}*.json"))))
+    record["layers"], record["folds"] = record["layers"][:14], record["folds"][:4]
+    scores = record["scores"] | ((record.get("cache") or {}).get("seconds") or {})
+    made = with_evil(record, [name for name in scores if name not in STRUCTURE])
+    for part, entry in (("tasks", {"files": {EVIL: {EVIL: "javascript:1", "b": "//evil.example/x"}}}),
+                        ("generation", {"file": "javascript:1"})):  # fmt: skip
+        made[part] = (made.get(part) or {}) | entry
+    own, html = (render(one, tmp_path / "page.html").path.read_text() for one in (record, made))
+    assert Active(html).found == Active(own).found and len(Active(own).found) <= 4
+    assert "&lt;img src=x onerror" in html, "the text is there, as text"
+    shown = [figures(one["folds"])._repr_html_() for one in (record, made)]
+    assert Active(shown[1]).found == Active(shown[0]).found
 
 
 def test_exceptions_show_neither_signatures_nor_paths():
