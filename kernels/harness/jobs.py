@@ -1,209 +1,172 @@
 """Worker processes of `kernels.harness.validate`: starts them, limits their time, and continues after crashes."""
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from pathlib import Path
-from subprocess import TimeoutExpired
-from typing import IO
 
-from kernels.harness.trial import Log, bare_row, read, sentence
+from kernels.harness.trial import Line, bare_row, sentence
 
 RESTARTS = 3  # restarts of one job after crashes
-GRACE = 10.0  # seconds beyond its share after which a process is ended
-LATE = 2.0  # the same, beyond the time of all jobs
-SILENT = 75.0  # seconds without a line after which the process of several ops is ended; a case of them takes less
+LATE = 2.0  # seconds beyond the time of all jobs after which a process is ended
+SILENT = 75.0  # seconds without a line after which a process is ended; one check or contest takes less
 DEAD = 5.0  # seconds to wait for a process that was killed; one that waits for its driver may take forever
-_PAUSE = 0.05
+CONTEXT = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True)
 class TrialJob:
-    """The work of one process: a phase ("ceilings", "checks", "warm", "contests") of an op, from item `start` on.
-
-    op: also several ops, joined by "+"; `pending` are those of them that are not finished.
-    """
+    """The work of one process: every `of`-th item of a phase ("ceilings", "checks", "warm", "contests"), from the item
+    `start` on. pending: the ops that are not finished, separated by commas; "": all."""
 
     phase: str
-    op: str
-    shard: str = "0/1"
+    part: int = 0
+    of: int = 1
     start: int = 0
     restarts: int = 0
     pending: str = ""
 
-    @property
-    def ops(self) -> list[str]:
-        """The ops that are not finished."""
-        return (self.pending or self.op).split("+")
+
+Work = Callable[[TrialJob, float, Callable[[Line], None]], None]  # does a job until a time, and sends lines
 
 
-@dataclass
-class _Running:
-    job: TrialJob
-    process: subprocess.Popen
-    stderr: IO[bytes]
-    mark: int  # number of lines already in the file at the start
-    limit: float
-    started: float  # of time.time()
-    looked: float  # of time.monotonic(): when its lines were last read
+class Worker:
+    """A process that does a job, and the lines that it sent."""
+
+    def __init__(self, job: TrialJob, work: Work, until: float) -> None:
+        self.job, self.until = job, until
+        self.lines: list[Line] = []
+        self.heard = time.monotonic()
+        self.stderr = tempfile.NamedTemporaryFile()  # noqa: SIM115  (closed when the process is over)
+        self.pipe, there = CONTEXT.Pipe(duplex=False)
+        seconds = until - time.monotonic()  # a process has a clock of its own
+        self.process = CONTEXT.Process(
+            target=_serve, args=(work, job, time.time() + seconds, there, self.stderr.name), daemon=True
+        )
+        self.process.start()
+        there.close()
+
+    def listen(self, note: Callable[[Line], None]) -> bool:
+        """Take the lines that were sent; true if there will be no others."""
+        with suppress(EOFError, OSError):
+            while self.pipe.poll():
+                line = self.pipe.recv()
+                self.heard = time.monotonic()
+                self.lines.append(line)
+                note(line)
+            return False
+        return True
+
+    def late(self) -> str:
+        """Why the process must be ended; "" if it need not."""
+        now = time.monotonic()
+        if self.job.phase in ("checks", "contests") and now - self.heard > SILENT:
+            return f"silent for {SILENT:.0f} s"
+        return "over its time" if now > self.until + LATE else ""
+
+    def end(self) -> str:
+        """End the process and all its child processes; one that its driver holds is left behind. Returns how it ended,
+        with the last line that it wrote to stderr."""
+        self.process.join(0 if self.process.is_alive() and self.late() else DEAD)
+        if self.process.is_alive():
+            with suppress(ProcessLookupError):  # it has no group yet
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
+            self.process.join(DEAD)
+        code, said = self.process.exitcode, Path(self.stderr.name).read_text(errors="replace").strip()
+        self.said = said
+        self.stderr.close()
+        status = "cannot be ended" if code is None else f"exit {code}"
+        status = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else status
+        return ", ".join(filter(None, (status, said.splitlines()[-1][:300] if said else "")))
 
 
 class Workers:
     """Runs jobs, up to `count` at a time.
 
     Args:
-        command: starts a process; a job's own flags are appended.
-        lines: the file to which processes append their results.
+        work: what a process does; it can be pickled.
+        note: called with every line that a process sends.
+        errors: the file to which all that processes write to stderr is appended.
         after: called whenever a job is over.
     """
 
-    def __init__(self, command: list[str], lines: Path, count: int, after: Callable[[], object]) -> None:
-        self.command, self.lines, self.count, self.after = command, lines, count, after
+    def __init__(
+        self, work: Work, count: int, note: Callable[[Line], None], errors: Path, after: Callable[[], object]
+    ) -> None:
+        self.work, self.count, self.note, self.errors, self.after = work, count, note, errors, after
 
     def run(self, jobs: list[TrialJob], until: float, *, alone: bool = False) -> list[TrialJob]:
-        """Run the jobs until `until` (of time.monotonic); each gets an even share of the time left when it starts.
-
-        Returns:
-            the unfinished jobs, with their new starts
-        """
-        waiting, running, left = list(jobs), [], []
-        count = 1 if alone else self.count
+        """Run the jobs until `until` (of time.monotonic()). Returns the unfinished jobs, with their new starts."""
+        waiting, left = list(jobs), []
+        running: list[Worker] = []
         try:
             while waiting or running:
-                while waiting and len(running) < count and until - time.monotonic() > 1:
-                    share = (until - time.monotonic()) * min(1.0, count / (len(waiting) + len(running)))
-                    running.append(self._start(waiting.pop(0), share, until))
+                while waiting and len(running) < (1 if alone else self.count) and until - time.monotonic() > 1:
+                    running.append(Worker(waiting.pop(0), self.work, until))
                 if not running:
                     break
-                time.sleep(_PAUSE)
-                for one in list(running):
-                    silent = one.process.poll() is None and self._silent(one)
-                    if one.process.poll() is None and time.monotonic() < one.limit and not silent:
+                wait([worker.pipe for worker in running], 0.5)
+                for worker in list(running):
+                    if not worker.listen(self.note) and not worker.late():
                         continue
-                    running.remove(one)
-                    rest, crashed = self._finish(one, silent)
-                    if rest and crashed and rest.restarts <= RESTARTS:
+                    running.remove(worker)
+                    rest, again = self._finish(worker)
+                    if rest and again and rest.restarts <= RESTARTS:
                         waiting.insert(0, rest)
                     elif rest:
                         left.append(rest)
                     self.after()
         finally:
-            for one in running:
-                _end(one)
+            for worker in running:
+                worker.end()
         return left + waiting
 
-    def _start(self, job: TrialJob, share: float, until: float) -> _Running:
-        stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed when the process is over)
-        flags = ["--phase", job.phase, "--only-op", job.op, "--shard", job.shard, "--start", str(job.start)]
-        flags += ["--until", f"{time.time() + share:.3f}"]
-        mark = len(read(self.lines))
-        environment = dict(os.environ)
-        if self.count > 1 and job.phase in (
-            "checks",
-            "warm",
-        ):  # in parallel processes, threads that wait for each other would occupy cores
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.count)))
-        process = subprocess.Popen(
-            [*self.command, *flags], stdin=subprocess.DEVNULL, stderr=stderr, env=environment, start_new_session=True
-        )
-        now = time.monotonic()
-        limit = min(now + share + max(GRACE, share / 4), max(until, now) + LATE)
-        return _Running(job, process, stderr, mark, limit, time.time(), now)
-
-    def _silent(self, one: _Running) -> bool:
-        """Does a process of several ops, which has the time of all of them, hang in one case?"""
-        if "+" not in one.job.op or time.monotonic() - one.looked < 1:
-            return False
-        one.looked = time.monotonic()
-        last = [x["at"] for x in self._lines(one) if "at" in x]
-        return time.time() - max([one.started, *last[-1:]]) > SILENT
-
-    def _lines(self, one: _Running) -> list[dict]:
-        """What the process wrote so far."""
-        of = (one.job.phase, one.job.op, one.job.shard)
-        return [x for x in read(self.lines)[one.mark :] if (x["phase"], x.get("job", x["op"]), x["shard"]) == of]
-
-    def _finish(self, one: _Running, silent: bool = False) -> tuple[TrialJob | None, bool]:
-        """(the rest of the job, whether it crashed); the item at which it crashed is recorded."""
-        killed = one.process.poll() is None
-        _end(one)
-        job = one.job
-        said = self._said(one)
-        lines = self._lines(one)
+    def _finish(self, worker: Worker) -> tuple[TrialJob | None, bool]:
+        """(the rest of the job, whether it goes on at once); the item at which it crashed is recorded."""
+        why, status = worker.late(), worker.end()
+        job, lines = worker.job, worker.lines
+        if worker.said:
+            with self.errors.open("a", encoding="utf-8") as file:
+                file.write(f"--- {job}\n{worker.said}\n")
         if lines and lines[-1]["kind"] == "end":
-            rest, pending = lines[-1]["next"], lines[-1].get("pending", "")
-            return (None if rest is None else replace(job, start=rest, pending=pending)), False
-        begun = [x for x in lines if x["kind"] == "begin"]
-        last = begun[-1] if begun else {"index": job.start}
-        done = {x["index"] for x in lines if x["kind"] in ("check", "contest")}
-        timed = any(x["kind"] in ("check", "contest") and x["index"] != last["index"] for x in lines)
-        restarts = 0 if timed else job.restarts + 1  # may crash again after a crash; a dead device always does
-        rest = replace(job, start=last["index"] + 1, restarts=restarts)
-        why = (
-            f"silent for {SILENT:.0f} s"
-            if silent
-            else "over its time"
-            if killed
-            else f"crashed: {_status(one.process.returncode)}{', ' + said if said else ''}"
-        )
+            following = lines[-1]["next"]
+            return None if following is None else replace(job, start=following, pending=lines[-1]["pending"]), False
+        why = why or f"crashed: {status}"
         if job.phase in ("ceilings", "warm"):
-            print(f"{job.phase} {job.op} {why}", flush=True)
+            print(f"{job.phase} {why}", flush=True)
             return None, False
-        if killed and not silent and job.phase == "checks" and job.restarts == 0:
-            return replace(
-                rest, start=last["index"]
-            ), False  # its share may have been too small: try again if there is time
-        if last["index"] not in done:
-            self._note(job, last, why)
-        return rest, silent or not killed
+        last = next((x for x in reversed(lines) if x["kind"] == "begin"), {"index": job.start, "op": ""})
+        if why == "over its time" and job.phase == "checks":
+            return replace(job, start=last["index"]), False
+        if not any(x["kind"] in ("check", "contest") and x["index"] == last["index"] for x in lines):
+            self._record(job.phase, last, why)
+        went_well = any(x["kind"] in ("check", "contest") and x["index"] != last["index"] for x in lines)
+        restarts = 0 if went_well else job.restarts + 1  # it may crash again after a crash; a dead device always does
+        return replace(job, start=last["index"] + 1, restarts=restarts), why != "over its time"
 
-    def _note(self, job: TrialJob, begun: dict, why: str) -> None:
-        log, op = Log(self.lines, job.phase, job.op, job.shard, 0), begun.get("op", job.op)
-        if job.phase == "checks":
+    def _record(self, phase: str, begun: Line, why: str) -> None:
+        index, op = begun["index"], begun["op"]
+        if phase == "checks":
             name, impl = begun.get("name", "(making the checks)"), begun.get("impl", "")
-            log.write(
-                "check",
-                op=op,
-                index=begun["index"],
-                name=name,
-                impl=impl,
-                error=None,
-                tolerance=None,
-                green=False,
-                message=why,
-            )
+            known = {"op": op, "index": index, "name": name, "impl": impl, "error": None, "tolerance": None}
+            self.note({"kind": "check", "phase": phase, **known, "green": False, "message": why})
             print(f"RED  {op}: {name} ({impl}): {why}", flush=True)
             return
         row = bare_row(op, why, "(making it)")
         row |= {name: value for name, value in begun.items() if name in row and name != "status"}
-        print(sentence(log.write("contest", index=begun["index"], **row)), flush=True)
-
-    def _said(self, one: _Running) -> str:
-        """The last line of what the process wrote to stderr, all of which goes to log.txt."""
-        one.stderr.seek(0)
-        text = one.stderr.read().decode(errors="replace").strip()
-        one.stderr.close()
-        if text:
-            with open(self.lines.with_name("log.txt"), "a", encoding="utf-8") as file:
-                file.write(f"--- {one.job}\n{text}\n")
-        return text.splitlines()[-1][:300] if text else ""
+        self.note({"kind": "contest", "phase": phase, "index": index, **row})
+        print(sentence(row), flush=True)
 
 
-def _status(code: int | None) -> str:
-    if code is None:
-        return "cannot be ended"
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
-
-
-def _end(one: _Running) -> None:
-    """End the process and all its child processes; a process that its driver holds is left behind."""
-    if one.process.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(one.process.pid, signal.SIGKILL)
-        with suppress(TimeoutExpired):
-            one.process.wait(timeout=DEAD)
+def _serve(work: Work, job: TrialJob, until: float, pipe: "multiprocessing.connection.Connection", stderr: str) -> None:
+    """What a process does: a job, in a session of its own, with stderr in a file."""
+    os.setsid()
+    os.dup2(os.open(stderr, os.O_WRONLY), 2)
+    work(job, until, pipe.send)

@@ -112,7 +112,7 @@ first() {
         --limit $((${REPLAYS_S:-0} > 50 ? ${REPLAYS_S:-0} - 30 : 20)) --out "$WORK/parts/large.jsonl"
     part speed "${SPEED_S:-0}" "$PYTHON" seeds/gpu_8b.py speed --out "$WORK/parts/large.jsonl" \
         --limit $((${SPEED_S:-0} > 20 ? ${SPEED_S:-0} - 10 : 10))
-    checks contests "${CONTESTS_S:-195}" --no-checks --one-process \
+    checks contests "${CONTESTS_S:-195}" --no-checks \
         --ops "${OPS:-int_matmul,kv_decode,w8a8_matmul,w4a8_matmul,lut_matmul}" ${ONLY:+--only "$ONLY"} "$@"
 }
 
@@ -125,7 +125,7 @@ second() {
             checks "$tool" $((${SECOND_S:-170} / 2)) --checks-only --ops "$RED" "$@"
         done
     else
-        checks tune "${SECOND_S:-170}" --no-checks --one-process --tune --ops int_matmul --only "$HOT" "$@"
+        checks tune "${SECOND_S:-170}" --no-checks --tune --ops int_matmul --only "$HOT" "$@"
     fi
 }
 

@@ -1,16 +1,11 @@
-"""Checks and times one op in its own process; each result is written as soon as it is known.
+"""Checks and times ops in a process of `kernels.harness.validate`; each result is sent as soon as it is known."""
 
-`kernels.harness.validate` starts these processes and reads the lines; each process handles one op only.
-"""
-
-import json
 import math
-import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -51,57 +46,42 @@ class Broken(RuntimeError):
 
 
 class Log:
-    """Appends lines of JSON to a file that is shared with other processes, and tells the time left."""
+    """Sends lines, and tells the time left until `until` (of time.time())."""
 
-    def __init__(self, path: Path, phase: str, op: str, shard: str, until: float) -> None:
-        """until: of time.time(). op: also several, joined by "+"; their lines then name one of them."""
-        self.path, self.until = path, until
-        self.common = {"phase": phase, "op": op, "job": op, "shard": shard}
+    def __init__(self, send: Callable[[Line], None], phase: str, until: float) -> None:
+        self.send, self.phase, self.until = send, phase, until
 
     def write(self, kind: str, **fields: Any) -> Line:
-        line = {"kind": kind, **self.common, "at": round(time.time(), 2), **fields}
-        data = (json.dumps(line, default=str) + "\n").encode()
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, data)  # one call, so that lines of two processes never mix
-        finally:
-            os.close(file)
+        line = {"kind": kind, "phase": self.phase, **fields}
+        self.send(line)
         return line
+
+    def end(self, following: int | None = None, pending: str = "") -> None:
+        """The last line: the item with which another process would continue, and the ops that are not finished."""
+        self.write("end", next=following, pending=pending)
 
     def left(self) -> float:
         return self.until - time.time()
 
 
-def checks(log: Log, device: torch.device, part: tuple[int, int], start: int) -> None:
-    """Run every check of the op, or ops, with every implementation that runs here; `part` (i, n): only the i-th of n
-    shares."""
-    warnings.filterwarnings(
-        "ignore", message=".*[Dd]eterministic.*"
-    )  # `poisoned` causes warnings that do not matter here
+def checks(log: Log, ops: Sequence[str], device: torch.device, part: tuple[int, int], start: int) -> None:
+    """Run every check of the ops with every implementation that runs here; `part` (i, n): only the i-th of n shares."""
+    warnings.filterwarnings("ignore", message=".*[Dd]eterministic.*")  # of `poisoned`
     items: list[tuple[str, Check, str]] = []
-    for op in log.common["job"].split("+"):
+    for op in ops:
         try:
             made = import_module(f"kernels.{op}.cases").checks(device)
             items += [(op, c, i) for c in made for i in _impls(c, device)]
         except Exception as error:
-            log.write(
-                "check",
-                op=op,
-                index=-1,
-                name="(making the checks)",
-                impl="",
-                error=None,
-                tolerance=None,
-                green=False,
-                message=kind_and_first_line(error),
-            )
+            unmade = {"name": "(making the checks)", "impl": "", "error": None, "tolerance": None, "green": False}
+            log.write("check", op=op, index=-1, **unmade, message=kind_and_first_line(error))
             _must_answer(device)
     began, done = time.monotonic(), 0
     for index, (op, check, impl) in enumerate(items):
         if index < start or index % part[1] != part[0]:
             continue
         if log.left() <= (time.monotonic() - began) / max(done, 1):  # what one takes on average
-            log.write("end", next=index, pending="+".join(dict.fromkeys(op for op, *_ in items[index:])))
+            log.end(index, ",".join(dict.fromkeys(op for op, *_ in items[index:])))
             return
         log.write("begin", op=op, index=index, name=check.name, impl=impl)
         line = log.write("check", op=op, index=index, **run_check(check, impl))
@@ -109,7 +89,7 @@ def checks(log: Log, device: torch.device, part: tuple[int, int], start: int) ->
         if not line["green"]:
             print(f"RED  {check.op}: {check.name} ({impl}): {line['message']}", flush=True)
             _must_answer(device)
-    log.write("end", next=None)
+    log.end()
 
 
 def run_check(check: Check, impl: str) -> Line:
@@ -137,6 +117,7 @@ def run_check(check: Check, impl: str) -> Line:
 
 def contests(
     log: Log,
+    ops: Sequence[str],
     device: torch.device,
     toy: bool,
     start: int,
@@ -144,26 +125,26 @@ def contests(
     tune: Path | None,
     asked: TimedSizes = OWN,
     time_red: bool = False,
+    tuned: dict[tuple[str, str], dict | None] | None = None,
 ) -> None:
-    """Time the contests of the op, or ops, from `start` on, while there is time.
+    """Time the contests of the ops, which take turns, from `start` on, while there is time.
 
     Args:
         tune: folder that also receives the configurations; None: no tuning.
         asked: the sizes that the user wants timed.
         time_red: also time contestants whose outputs are wrong.
+        tuned: (op, key) -> the configuration that an earlier process found.
     """
     began, done = time.monotonic(), 0
-    tuned: dict[tuple[str, str], dict | None] = {
-        (line["op"], line["key"]): line["configuration"] for line in read(log.path) if line["kind"] == "tuned"
-    }
-    for index, contest, pending in _numbered(log, device, toy, asked):
+    tuned = tuned or {}
+    for index, contest, pending in _numbered(log, ops, device, toy, asked):
         if index < start:
             began = time.monotonic()
             continue
         contest = goals_here(contest, device)
         if log.left() <= (time.monotonic() - began) / max(done, 1):  # average time to make and to time one
             log.write("contest", index=index, **_row(contest, "skipped: budget"), rest=True)
-            log.write("end", next=index, pending=pending)
+            log.end(index, pending)
             return
         log.write("begin", index=index, **_row(contest, ""))
         try:
@@ -184,12 +165,15 @@ def contests(
         del contest
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    log.write("end", next=None)
+    log.end()
 
 
-def warm(log: Log, device: torch.device, toy: bool, part: tuple[int, int], tune: bool, asked: TimedSizes = OWN) -> None:
+def warm(
+    log: Log, ops: Sequence[str], device: torch.device, toy: bool, part: tuple[int, int], tune: bool,
+    asked: TimedSizes = OWN,
+) -> None:  # fmt: skip
     """Call everything to be timed once, so that several processes compile and cache it in parallel."""
-    for index, contest, _ in _numbered(log, device, toy, replace(asked, rivals=False)):
+    for index, contest, _ in _numbered(log, ops, device, toy, replace(asked, rivals=False)):
         if log.left() <= 0:
             break
         if index % part[1] == part[0]:
@@ -197,7 +181,7 @@ def warm(log: Log, device: torch.device, toy: bool, part: tuple[int, int], tune:
         del contest
         if device.type == "cuda":  # other processes warm up at the same time
             torch.cuda.empty_cache()
-    log.write("end", next=None)
+    log.end()
 
 
 def measure(
@@ -315,14 +299,8 @@ def tune_contest(contest: Contest, log: Log, device: torch.device, folder: Path)
     if device.type == "cuda":
         tuning.save(contest.op, key, configuration)
     tuning.save(contest.op, key, configuration, folder)
-    log.write(
-        "tuned",
-        key=key,
-        configuration=configuration,
-        seconds=seconds,
-        candidates=contest.candidates,
-        rejected={str(n): why for n, why in rejected.items()},
-    )
+    found = {"seconds": seconds, "candidates": contest.candidates, "rejected": {str(n): w for n, w in rejected.items()}}
+    log.write("tuned", op=contest.op, key=key, configuration=configuration, **found)
     return configuration
 
 
@@ -336,17 +314,6 @@ def sentence(row: Line) -> str:
     return f"{head} {row['seconds'][row['ours']] * 1e6:,.1f} us, {faster}{wrong}"
 
 
-def read(path: Path) -> list[Line]:
-    """The lines of the file so far, without an incomplete last line."""
-    lines = []
-    for text in path.read_text().splitlines() if path.exists() else ():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
-    return lines
-
-
 def ceilings_in(lines: list[Line]) -> Ceilings | None:
     """The ceilings among the lines of a run."""
     found = [line for line in lines if line["kind"] == "ceilings"]
@@ -356,11 +323,9 @@ def ceilings_in(lines: list[Line]) -> Ceilings | None:
     return Ceilings(last["bandwidth"], last["rates"], tuple(last["notes"]), last["read"])
 
 
-def ceilings_line(ceilings: Ceilings) -> Line:
-    return asdict(ceilings)
-
-
-def _numbered(log: Log, device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[tuple[int, Contest, str]]:
+def _numbered(
+    log: Log, ops: Sequence[str], device: torch.device, toy: bool, asked: TimedSizes
+) -> Iterator[tuple[int, Contest, str]]:
     """The requested contests with their numbers and the ops that are not finished; several ops take turns, the first
     contests of all of them first. Each is logged before it is made, so that a contest that ends the process can be
     identified."""
@@ -368,7 +333,7 @@ def _numbered(log: Log, device: torch.device, toy: bool, asked: TimedSizes) -> I
     def of(op: str) -> Iterator[Contest]:
         yield from import_module(f"kernels.{op}.cases").contests(device, toy, asked)
 
-    made, index = {op: of(op) for op in log.common["job"].split("+")}, -1
+    made, index = {op: of(op) for op in ops}, -1
     while made:
         for op in list(made):
             index += 1
@@ -376,7 +341,7 @@ def _numbered(log: Log, device: torch.device, toy: bool, asked: TimedSizes) -> I
             try:
                 contest = next(made[op], None)
             except Exception as error:  # a generator that raised gives no further contests
-                if log.common["phase"] == "contests":
+                if log.phase == "contests":
                     row = bare_row(op, f"error: {kind_and_first_line(error)}", "(making it)")
                     log.write("contest", index=index, **row)
                 _must_answer(device)
@@ -384,7 +349,7 @@ def _numbered(log: Log, device: torch.device, toy: bool, asked: TimedSizes) -> I
             if contest is None:
                 del made[op]
             elif asked.wants(name_of(_row(contest, ""))):
-                yield index, contest, "+".join(made)
+                yield index, contest, ",".join(made)
             del contest  # frees its memory before the next one is made
 
 

@@ -8,13 +8,11 @@ contest first compares the output of every contestant with the right result at t
 Contestants with wrong outputs are not timed; --time-red times them too, and the row then says that it is unsound. A red
 check elsewhere marks the rows of its op.
 
-The checks of all ops are dealt out to as many processes as there are cores, each of which imports torch once. The
-contests of an op run in a process of its own, and the remaining time is shared among the remaining ops; with
---one-process all contests run in one process and the ops take turns, the first contests of all of them first, which
-saves the starts. When a process crashes or hangs, that is recorded and a new process continues with the next case, so
-that one op cannot stop another. A case that did not fit into the budget is a row that says so. $WORKBENCH_COMMIT names
-the commit where the checkout has no history. The exit status is 1 if a check is red. A goal that was missed is marked
-in the table and does not change the status.
+The checks of all ops are dealt out to as many processes as there are cores. All contests run in one process, and the
+ops take turns, the first contests of all of them first. When a process crashes or hangs, that is recorded and a new
+process continues with the next case, so that one op cannot stop another. A case that did not fit into the budget is a
+row that says so. $WORKBENCH_COMMIT names the commit where the checkout has no history. The exit status is 1 if a check
+is red. A goal that was missed is marked in the table and does not change the status.
 
 DIR receives rows.jsonl (one line per result, written when it is known), log.txt (the standard error of the processes),
 table.txt, <gpu>.json (with --tune; it is also written to kernels/tuned) and record.json:
@@ -59,7 +57,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,11 @@ PREPARING = 0.5  # largest share of the budget for checks and compilation; with 
 PREPARING_TUNED = 0.65
 PREPARING_ALONE = 0.3  # with --no-checks: compilation alone, of what is timed first
 CLOSING = 3.0  # seconds kept for the table
-OF_LINES = ("kind", "phase", "shard", "job", "at")  # fields of a line that the record does not have
+OF_LINES = ("kind", "phase")  # fields of a line that the record does not have
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _options(arguments)
-    return _work(options) if options.phase else Validation(options).run()
+    return Validation(_options(arguments)).run()
 
 
 class Validation:
@@ -96,13 +96,12 @@ class Validation:
         self.phases: dict[str, float] = {}
         self.environment: Line | None = None
         options.out.mkdir(parents=True, exist_ok=True)
-        self.lines = options.out / "rows.jsonl"
-        for old in (self.lines, options.out / "log.txt"):
+        self.lines: list[Line] = []
+        self.file = options.out / "rows.jsonl"
+        for old in (self.file, options.out / "log.txt"):
             old.unlink(missing_ok=True)
         parallel = options.device == "cuda" or interpreting()
-        self.workers = Workers(
-            _command(options), self.lines, max(1, (os.cpu_count() or 1) - 2) if parallel else 1, self.save
-        )
+        self.count = max(1, (os.cpu_count() or 1) - 2) if parallel else 1
 
     def run(self) -> int:
         ops, options = list(self.options.ops), self.options
@@ -111,29 +110,27 @@ class Validation:
             self.environment = roofline.environment(torch.device(options.device))
             print(_machine(self.environment), flush=True)
         else:
-            self._do([TrialJob("ceilings", "")], self.began + 0.25 * options.budget)
+            self._do([TrialJob("ceilings")], self.began + 0.25 * options.budget)
         share = PREPARING_TUNED if options.tune else PREPARING_ALONE if options.no_checks else PREPARING
         ready = self.began + share * options.budget
         if not options.no_checks:
-            self._do(self._shards("checks", ["+".join(ops)]), self.deadline if options.checks_only else ready)
+            self._do(self._parts("checks"), self.deadline if options.checks_only else ready)
         if not options.checks_only:
             if options.device == "cuda":
-                self._do(self._shards("warm", self._sound(ops)), ready)
-            sound = self._sound(ops)
-            self._do(
-                [TrialJob("contests", op) for op in (["+".join(sound)] if options.one_process else sound) if op],
-                self.deadline,
-            )
-            # Jobs whose shares were too small continue with the time that the others did not need.
-            self._do(self._taken("contests"), self.deadline)
-            self._do(self._taken("checks"), self.deadline)
-        elif options.device == "cuda":
-            self._do(self._taken("checks"), self.deadline)
+                self._do(self._parts("warm"), ready)
+            self._do([TrialJob("contests")], self.deadline)
+        self._do(self._taken("checks"), self.deadline)  # with the time that contests did not need
         record = self.save()
         text = table(record)
         (options.out / "table.txt").write_text(text + "\n")
         print(f"\n{text}\n{json.dumps(record['summary'])}", flush=True)
         return 1 if record["summary"]["red_ops"] or record["summary"]["red_rows"] else 0
+
+    def note(self, line: Line) -> None:
+        """Keep a line, and append it to rows.jsonl."""
+        self.lines.append(line)
+        with self.file.open("a") as file:
+            file.write(json.dumps(line, default=str) + "\n")
 
     def save(self) -> dict[str, Any]:
         """Write record.json from the lines so far."""
@@ -142,9 +139,9 @@ class Validation:
         return record
 
     def record(self) -> dict[str, Any]:
-        lines, options = trial.read(self.lines), self.options
+        lines, options = self.lines, self.options
         red = [line for line in _latest(lines, "check", "impl") if not line["green"]]
-        machine = {line["kind"]: _fields(line, "op") for line in lines if line["kind"] in ("environment", "ceilings")}
+        machine = {line["kind"]: _fields(line) for line in lines if line["kind"] in ("environment", "ceilings")}
         made = {
             "schema_version": SCHEMA_VERSION,
             "run": {
@@ -169,7 +166,11 @@ class Validation:
             "environment": machine.get("environment") or self.environment or roofline.environment(torch.device("cpu")),
             "ceilings": machine.get("ceilings"),
             "checks": _latest(lines, "check", "impl"),
-            "unfinished": [{"op": op, "phase": job.phase, "next": job.start} for job in self.left for op in job.ops],
+            "unfinished": [
+                {"op": op, "phase": job.phase, "next": job.start}
+                for job in self.left
+                for op in (job.pending.split(",") if job.pending else options.ops)
+            ],
             "rows": [
                 {**row, "red_checks": sum(line["op"] == row["op"] for line in red)}
                 for row in _latest(lines, "contest") + self._untimed(lines)
@@ -180,12 +181,17 @@ class Validation:
 
     def _do(self, jobs: list[TrialJob], until: float) -> None:
         """Run the jobs; unfinished ones are added to `self.left`. Nothing else runs while contests are timed."""
-        phase, began = jobs[0].phase if jobs else "", time.monotonic()
-        self.left += self.workers.run(jobs, until, alone=phase in ("ceilings", "contests"))
-        if jobs:
-            self.phases[phase] = self.phases.get(phase, 0.0) + time.monotonic() - began
-        if phase == "warm":
-            self._taken("warm")  # not worth another try
+        if not jobs:
+            return
+        phase, began = jobs[0].phase, time.monotonic()
+        ops = self._sound(list(self.options.ops)) if phase in ("warm", "contests") else list(self.options.ops)
+        known = [line for line in self.lines if line["kind"] in ("ceilings", "tuned")]
+        threads = max(1, (os.cpu_count() or 1) // self.count)  # of parallel processes: waiting threads occupy cores
+        work = partial(_work, self.options, ops, known, threads if phase in ("checks", "warm") else 0)
+        workers = Workers(work, self.count, self.note, self.options.out / "log.txt", self.save)
+        left = workers.run(jobs, until, alone=phase in ("ceilings", "contests"))
+        self.left += left if phase != "warm" else []  # not worth another try
+        self.phases[phase] = self.phases.get(phase, 0.0) + time.monotonic() - began
 
     def _taken(self, phase: str) -> list[TrialJob]:
         taken = [job for job in self.left if job.phase == phase]
@@ -194,7 +200,7 @@ class Validation:
 
     def _sound(self, ops: list[str]) -> list[str]:
         """Ops that have checks. Contests check their own outputs, so they do not wait for red or late checks."""
-        unsound = self._unsound(trial.read(self.lines))
+        unsound = self._unsound(self.lines)
         return [op for op in ops if op not in unsound]
 
     def _unsound(self, lines: list[Line]) -> dict[str, str]:
@@ -203,7 +209,8 @@ class Validation:
             return {}
         checked = [line for line in lines if line["kind"] == "check"]
         none = set(self.options.ops) - {line["op"] for line in checked}
-        none -= {op for job in self.left if job.phase == "checks" for op in job.ops}
+        late = [job for job in self.left if job.phase == "checks"]
+        none -= {op for job in late for op in (job.pending.split(",") if job.pending else none)}
         unmade = {line["op"] for line in checked if line["index"] < 0}
         why = (
             (none, "not timed: no checks"),
@@ -216,13 +223,12 @@ class Validation:
         unsound = {} if self.options.checks_only else self._unsound(lines)
         return [{**trial.bare_row(op, unsound[op]), "index": -1} for op in self.options.ops if op in unsound]
 
-    def _shards(self, phase: str, ops: list[str]) -> list[TrialJob]:
-        count = 1 if self.workers.count == 1 else max(3, self.workers.count // max(1, len(ops)))
-        return [TrialJob(phase, op, f"{i}/{count}") for op in ops for i in range(count)]
+    def _parts(self, phase: str) -> list[TrialJob]:
+        return [TrialJob(phase, i, self.count) for i in range(self.count)]
 
 
-def _fields(line: Line, *without: str) -> Line:
-    return {name: value for name, value in line.items() if name not in (*OF_LINES, *without)}
+def _fields(line: Line) -> Line:
+    return {name: value for name, value in line.items() if name not in OF_LINES}
 
 
 def _latest(lines: list[Line], kind: str, *by: str) -> list[Line]:
@@ -232,43 +238,41 @@ def _latest(lines: list[Line], kind: str, *by: str) -> list[Line]:
         for line in lines
         if line["kind"] == kind
     }
-    order = {op: i for i, op in enumerate(dict.fromkeys(line["op"] for line in lines))}
+    order = {op: i for i, op in enumerate(dict.fromkeys(line["op"] for line in lines if "op" in line))}
     return [found[key] for key in sorted(found, key=lambda key: (order[key[0]], *key[1:]))]
 
 
-def _work(options: argparse.Namespace) -> int:
-    """The work of a process that `Workers` started."""
-    device, lines = torch.device(options.device), options.out / "rows.jsonl"
-    log = trial.Log(lines, options.phase, options.only_op, options.shard, options.until or time.time() + options.budget)
-    part = tuple(map(int, options.shard.split("/")))
+def _work(
+    options: argparse.Namespace, ops: list[str], known: list[Line], threads: int, job: TrialJob, until: float,
+    send: Callable[[Line], None],
+) -> None:  # fmt: skip
+    """The work of a process that `Workers` started; `known` are lines of processes before."""
+    device, log, part = torch.device(options.device), trial.Log(send, job.phase, until), (job.part, job.of)
+    if threads and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads)
     torch.manual_seed(time.time_ns() % 2**31)  # fresh inputs, where an op does not seed its own
     try:
         with torch.no_grad():
-            if options.phase == "ceilings":
+            if job.phase == "ceilings":
                 print(_machine(log.write("environment", **roofline.environment(device))), flush=True)
-                line = log.write("ceilings", **trial.ceilings_line(roofline.measure(device, toy=options.toy)))
+                line = log.write("ceilings", **asdict(roofline.measure(device, toy=options.toy)))
                 rates = ", ".join(f"{name} {rate / 1e12:.4g} T/s" for name, rate in line["rates"].items())
                 read = f", read {line['read'] / 1e9:.4g} GB/s" if line["read"] else ""
-                print(
-                    f"ceilings: copy {line['bandwidth'] / 1e9:.4g} GB/s{read}; {rates}",
-                    *line["notes"],
-                    sep="\n  ",
-                    flush=True,
-                )
-                log.write("end", next=None)
-            elif options.phase == "checks":
-                trial.checks(log, device, part, options.start)
-            elif options.phase == "warm":
-                trial.warm(log, device, options.toy, part, options.tune, _asked(options))
+                bandwidth = f"ceilings: copy {line['bandwidth'] / 1e9:.4g} GB/s{read}; {rates}"
+                print(bandwidth, *line["notes"], sep="\n  ", flush=True)
+                log.end()
+            elif job.phase == "checks":
+                trial.checks(log, ops, device, part, job.start)
+            elif job.phase == "warm":
+                trial.warm(log, ops, device, options.toy, part, options.tune, _asked(options))
             else:
-                tune, ceilings = options.out if options.tune else None, trial.ceilings_in(trial.read(lines))
-                trial.contests(
-                    log, device, options.toy, options.start, ceilings, tune, _asked(options), options.time_red
-                )
+                tuned = {(x["op"], x["key"]): x["configuration"] for x in known if x["kind"] == "tuned"}
+                tune, ceilings = options.out if options.tune else None, trial.ceilings_in(known)
+                how = {"asked": _asked(options), "time_red": options.time_red, "tuned": tuned}
+                trial.contests(log, ops, device, options.toy, job.start, ceilings, tune, **how)
     except trial.Broken as error:
-        print(error, file=sys.stderr)
+        print(error, file=sys.stderr, flush=True)
         os._exit(trial.BROKEN)  # clean-up may hang on a broken device
-    return 0
 
 
 def _machine(environment: Line) -> str:
@@ -302,24 +306,6 @@ def _asked(options: argparse.Namespace) -> declarations.TimedSizes:
     return declarations.TimedSizes(tuple(shapes), tuple(tokens), getattr(torch, options.dtype), only)
 
 
-def _command(options: argparse.Namespace) -> list[str]:
-    flags = [
-        flag for flag, on in (("--toy", options.toy), ("--tune", options.tune), ("--time-red", options.time_red)) if on
-    ]
-    flags += [
-        "--device",
-        options.device,
-        "--out",
-        str(options.out),
-        "--shapes",
-        options.shapes,
-        "--tokens",
-        options.tokens,
-    ]
-    flags += ["--dtype", options.dtype, "--only", options.only]
-    return [sys.executable, "-m", "kernels.harness.validate", *flags]
-
-
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m kernels.harness.validate", description=(__doc__ or "").partition("\n\n")[0]
@@ -350,23 +336,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--time-red", action="store_true", help="also time kernels that failed a check, as unsound")
     parser.add_argument("--checks-only", action="store_true", help="time nothing")
     parser.add_argument("--no-checks", action="store_true", help="time at once; contests compare their own outputs")
-    parser.add_argument("--one-process", action="store_true", help="time all ops in one process, where they take turns")
-    hidden = {
-        "only-op": "",
-        "phase": "",
-        "shard": "0/1",
-        "start": 0,
-        "until": 0.0,
-    }  # for the processes that are started here
-    for name, default in hidden.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.only_op and not options.phase:
-        options.ops = options.only_op
     options.ops = tuple(dict.fromkeys(op for op in options.ops.split(",") if op))
-    if options.phase == "" and (
-        unknown := [op for op in options.ops if op not in declarations.OPS] or (not options.ops and ["nothing"])
-    ):
+    if unknown := [op for op in options.ops if op not in declarations.OPS] or (not options.ops and ["nothing"]):
         parser.error(f"`--ops` (={', '.join(unknown)}) must be among {', '.join(declarations.OPS)}")
     try:
         _asked(options)

@@ -85,25 +85,27 @@ def test_warming_calls_everything_once_in_all_shares(monkeypatch, tmp_path):
             yield Contest("op", "W4", (8,), 1, calls, 1, "ours", "none", 64, 8, **more)
 
     monkeypatch.setattr(trial, "import_module", lambda name: type("cases", (), {"contests": staticmethod(made)}))
-    log = trial.Log(tmp_path / "rows.jsonl", "warm", "op", "0/2", float("inf"))
+    log = trial.Log(lambda line: None, "warm", float("inf"))
     for share in range(2):
-        trial.warm(log, CPU, True, (share, 2), True)
+        trial.warm(log, ["op"], CPU, True, (share, 2), True)
     assert sorted(called) == [(n, block) for n in range(3) for block in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_fastest_sound_candidate_is_written_down(folder, tmp_path, in_place):
-    log = trial.Log(tmp_path / "rows.jsonl", "contests", "op", "0/1", float("inf"))
+    lines = []
+    log = trial.Log(lines.append, "contests", float("inf"))
     tuned = trial.tune_contest(contest([WRONG, RAISES, FAST], in_place), log, CPU, tmp_path)
     assert tuned == FAST
     assert json.loads((tmp_path / "a-gpu.json").read_text()) == {"op": {KEY: FAST}}
-    (line,) = trial.read(log.path)
+    (line,) = lines
     assert line["kind"] == "tuned" and line["configuration"] == FAST and set(line["seconds"]) == {"heuristic", "2"}
     assert "differs from the heuristic" in line["rejected"]["0"] and "shared memory" in line["rejected"]["1"]
 
 
 def test_the_heuristic_stays_where_nothing_is_faster(folder, tmp_path):
-    log = trial.Log(tmp_path / "rows.jsonl", "contests", "op", "0/1", float("inf"))
+    lines = []
+    log = trial.Log(lines.append, "contests", float("inf"))
     tuning.save("op", KEY, FAST, tmp_path)
     assert trial.tune_contest(contest([WRONG]), log, CPU, tmp_path) is None
     assert json.loads((tmp_path / "a-gpu.json").read_text()) == {}
@@ -119,9 +121,9 @@ def test_a_key_is_tuned_once_and_its_contests_use_it(folder, tmp_path, monkeypat
             used.append(c)
 
     monkeypatch.setattr(trial, "import_module", lambda name: type("cases", (), {"contests": staticmethod(made)}))
-    log = trial.Log(tmp_path / "rows.jsonl", "contests", "op", "0/1", float("inf"))
-    trial.contests(log, CPU, True, 0, None, tmp_path)
-    lines = trial.read(log.path)
+    lines = []
+    log = trial.Log(lines.append, "contests", float("inf"))
+    trial.contests(log, ["op"], CPU, True, 0, None, tmp_path)
     assert [line["kind"] for line in lines].count("tuned") == 1 and len(used) == 2
     rows = [line for line in lines if line["kind"] == "contest"]
     assert [row["configuration"] for row in rows] == [FAST, FAST]

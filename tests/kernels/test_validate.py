@@ -69,32 +69,78 @@ def raises(text):
     return run
 
 
+class Pipe:
+    """Both ends of a pipe within one process."""
+
+    def __init__(self):
+        self.lines, self.ended = [], False
+
+    def send(self, line):
+        self.lines.append(line)
+
+    def poll(self):
+        return bool(self.lines) or self.ended
+
+    def recv(self):
+        if not self.lines:
+            raise EOFError
+        return self.lines.pop(0)
+
+    def close(self):
+        pass
+
+
+def played(monkeypatch, does):
+    """No process is started: `does(job, until, send, work, stderr)` plays it. It returns the exit status, or None if the
+    process hangs."""
+
+    class Process:
+        pid = 0
+
+        def __init__(self, target, args, daemon):
+            self.args = args
+
+        def start(self):
+            work, job, until, pipe, stderr = self.args
+            self.exitcode = does(job, until, pipe.send, work, stderr)
+            pipe.ended = self.exitcode is not None
+
+        def is_alive(self):
+            return self.exitcode is None
+
+        def join(self, seconds=None):
+            pass
+
+        kill = join
+
+    def pipe(duplex):
+        made = Pipe()
+        return made, made
+
+    monkeypatch.setattr(jobs, "CONTEXT", SimpleNamespace(Pipe=pipe, Process=Process))
+    monkeypatch.setattr(jobs, "wait", lambda pipes, seconds: time.sleep(0.01))
+    monkeypatch.setattr(jobs.os, "killpg", lambda pid, number: None)
+
+
 @pytest.fixture
-def log(tmp_path):
-    return trial.Log(tmp_path / "rows.jsonl", "contests", "fake", "0/1", time.time() + 60)
+def lines():
+    return []
+
+
+@pytest.fixture
+def log(lines):
+    return trial.Log(lines.append, "contests", time.time() + 60)
 
 
 @pytest.fixture
 def ops(monkeypatch):
     """Installs fake ops; the processes that would run them run here instead."""
 
-    class Process:
-        pid = 0
-
-        def __init__(self, command, **_):
-            self.returncode = validate.main(command[3:])
-
-        def poll(self):
-            return self.returncode
-
-        wait = poll
-
     def install(**modules):
         monkeypatch.setattr(declarations, "OPS", tuple(modules))
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, f"kernels.{name}.cases", module)
-        monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(Popen=Process, DEVNULL=None))
-        monkeypatch.setattr(jobs, "_PAUSE", 0)
+        played(monkeypatch, lambda job, until, send, work, stderr: work(job, until, send) or 0)
         monkeypatch.setattr(roofline, "measure", lambda device, toy: roofline.Ceilings(1e9, {"bfloat16": 1e9}))
 
     return install
@@ -272,14 +318,15 @@ def test_ops_take_turns_in_one_process_and_some_contests_are_asked_for(ops, tmp_
         c=op("c", [], made),
     )
     monkeypatch.setenv("WORKBENCH_COMMIT", "abc")
-    code, record = run(tmp_path, "--no-checks", "--one-process", "--only", "a 4x4 M=1,b 1, M=16")
+    code, record = run(tmp_path, "--no-checks", "--only", "a 4x4 M=1,b 1, M=16")
     assert code == 0 and record["checks"] == [] and "no checks were run" in table(record)
-    lines = [x for x in trial.read(tmp_path / "rows.jsonl") if x["kind"] == "contest"]
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    lines = [x for x in lines if x["kind"] == "contest"]
     assert [(x["op"], x["detail"]) for x in lines] == [("a", "0"), ("a", "1"), ("b", "1"), ("b", "(making it)")]
     assert [row["status"] for row in record["rows"]] == ["timed"] * 3 + ["error: RuntimeError: cannot be made"]
     assert record["environment"]["commit"] == "abc" and set(record["run"]["phases_s"]) == {"ceilings", "contests"}
     monkeypatch.setattr(trial.Log, "left", lambda self: 0)
-    _, record = run(tmp_path, "--no-checks", "--one-process")
+    _, record = run(tmp_path, "--no-checks")
     assert {(rest["op"], rest["phase"]) for rest in record["unfinished"]} == {(n, "contests") for n in "abc"}
 
 
@@ -292,22 +339,18 @@ def test_goals_in_microseconds_are_those_of_one_gpu(monkeypatch):
     assert trial.goals_here(goal, torch.device("cuda")) is goal is trial.goals_here(goal, CPU)
 
 
-def test_contests_beyond_the_budget_are_named_and_resumed(monkeypatch, log):
-    monkeypatch.setitem(
-        sys.modules, "kernels.fake.cases", op("fake", [], [lambda n, i=i: contest(n, str(i), 1e-4) for i in range(4)])
-    )
+def test_contests_beyond_the_budget_are_named_and_resumed(monkeypatch, log, lines):
+    made = op("fake", [], [lambda n, i=i: contest(n, str(i), 1e-4) for i in range(4)])
+    monkeypatch.setitem(sys.modules, "kernels.fake.cases", made)
     log.until = time.time() + 0.05
-    trial.contests(log, CPU, True, 0, None, None)
-    lines = trial.read(log.path)
+    trial.contests(log, ["fake"], CPU, True, 0, None, None)
     rows = [line for line in lines if line["kind"] == "contest"]
-    assert (
-        [row["status"] for row in rows] == ["timed", "skipped: budget"] and rows[1]["detail"] == "1" and rows[1]["rest"]
-    )
-    assert lines[-1]["kind"] == "end" and lines[-1]["next"] == 1
+    assert [row["status"] for row in rows] == ["timed", "skipped: budget"]
+    assert rows[1]["detail"] == "1" and rows[1]["rest"]
+    assert (lines[-1]["kind"], lines[-1]["next"], lines[-1]["pending"]) == ("end", 1, "fake")
     log.until = time.time() + 60
-    trial.contests(log, CPU, True, 1, None, None)
-    rows = validate._latest(trial.read(log.path), "contest")
-    assert [(row["index"], row["status"]) for row in rows] == [(i, "timed") for i in range(4)]
+    trial.contests(log, ["fake"], CPU, True, 1, None, None)
+    assert [(x["index"], x["status"]) for x in validate._latest(lines, "contest")] == [(i, "timed") for i in range(4)]
 
 
 def test_late_ops_get_their_share(ops, tmp_path):
@@ -319,7 +362,7 @@ def test_late_ops_get_their_share(ops, tmp_path):
     status = {(row["op"], row["status"]) for row in record["rows"]}
     assert status == {("greedy", "timed"), ("greedy", "skipped: budget"), ("late", "timed")}
     (rest,) = record["unfinished"]
-    assert rest["op"] == "greedy" and rest["next"] == sum(row["op"] == "greedy" for row in record["rows"]) - 1
+    assert rest["op"] == "greedy" and rest["next"] > 1
     assert "and what follows" in table(record) and "from number" in table(record)
 
 
@@ -335,24 +378,21 @@ def test_contests_wait_for_nothing_that_is_late_or_red(tmp_path):
     names = ["gram", "hadamard", "kv_decode", "int_matmul"]
     flags = ["--device", "cpu", "--out", str(tmp_path), "--ops", ",".join(names)]
     validation = validate.Validation(validate._options(flags))
-    log = trial.Log(validation.lines, "checks", "gram", "0/1", 0)
-    log.write("check", index=0, green=False, name="c", impl="triton")
-    for name in ("hadamard", "kv_decode"):
-        validation.left.append(jobs.TrialJob("checks", name))
-    log.common["op"] = "kv_decode"
-    log.write("check", index=-1, green=False, name="(making the checks)", impl="")
+    for name, index in (("gram", 0), ("kv_decode", -1)):
+        validation.lines.append({"kind": "check", "op": name, "index": index, "green": False})
+    validation.left.append(jobs.TrialJob("checks", pending="hadamard,kv_decode"))
     assert validation._sound(names) == ["gram", "hadamard"], "one has no checks at all, one could not make its own"
 
 
-def test_a_failing_contestant_or_contest_is_a_note_or_an_error(monkeypatch, log):
+def test_a_failing_contestant_or_contest_is_a_note_or_an_error(monkeypatch, log, lines):
     def broken(**more):
         calls = {"ours": lambda i: X, "torch": lambda i: X, **more}
         return lambda n: contest(n, contestants=calls)
 
     made = [broken(other=raises("no kernel")), broken(torch=raises("no baseline")), broken(ours=raises("bad shape"))]
     monkeypatch.setitem(sys.modules, "kernels.fake.cases", op("fake", [], [*made, raises("out of memory")]))
-    trial.contests(log, CPU, True, 0, roofline.Ceilings(1.0), None)
-    rows = [line for line in trial.read(log.path) if line["kind"] == "contest"]
+    trial.contests(log, ["fake"], CPU, True, 0, roofline.Ceilings(1.0), None)
+    rows = [line for line in lines if line["kind"] == "contest"]
     errors = [f"error: RuntimeError: {why}" for why in ("bad shape", "out of memory")]
     assert [row["status"] for row in rows] == ["timed", "timed", *errors]
     assert (
@@ -391,7 +431,6 @@ def module(op, checks, contests):
         contests=lambda device, toy, asked: (contest(op, n, c) for n, c in contests))
 module("crashing", [lambda impl: X], [("before", lambda i: X), ("dies", dies), ("behind", lambda i: X)])
 declarations.OPS = ("crashing",)
-validate._command = lambda o: [sys.executable, __file__, "--device", "cpu", "--out", str(o.out), "--toy"]
 if __name__ == "__main__":
     sys.exit(validate.main())
 """
@@ -425,64 +464,78 @@ def test_real_processes_crash_and_the_others_go_on(tmp_path):
 
 
 @pytest.fixture
-def workers(tmp_path, monkeypatch):
-    """Processes that need no torch, to start at once; what they do with item 0 is given."""
+def workers(tmp_path, monkeypatch, lines):
+    """Workers with played processes, which begin an item and then go on as `does(job, send)` says."""
 
     def make(does):
-        lines, script = tmp_path / "rows.jsonl", tmp_path / "work.py"
-        script.write_text(
-            "import json, os, sys, time\n"
-            "a = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
-            "common = {'phase': a['--phase'], 'op': a['--only-op'], 'shard': a['--shard']}\n"
-            f"say = lambda **line: print(json.dumps({{**line, **common}}), file=open({str(lines)!r}, 'a'))\n"
-            "say(kind='begin', index=int(a['--start']), name='c', impl='triton')\n"
-            f"if a['--start'] == '0': {does}\n"
-            "say(kind='end', next=None)\n"
-        )
+        def process(job, until, send, work, stderr):
+            send({"kind": "begin", "op": "a", "index": job.start, "name": "c", "impl": "triton"})
+            status = does(job, send)
+            if status == 0:
+                send({"kind": "end", "next": None, "pending": ""})
+            elif status == 1:
+                Path(stderr).write_text("no device")
+            return status
+
+        played(monkeypatch, process)
         monkeypatch.setattr(jobs, "LATE", 0)
-        return jobs.Workers([sys.executable, str(script)], lines, 4, lambda: None), lines
+        return jobs.Workers(lambda *_: None, 4, lines.append, tmp_path / "log.txt", lambda: None)
 
     return make
 
 
-def test_a_process_over_its_time_is_ended_and_gone_on_behind(workers):
-    workers, lines = workers("time.sleep(60)")
-    left = workers.run([jobs.TrialJob("contests", "a")], time.monotonic() + 2, alone=True)
-    assert left == [jobs.TrialJob("contests", "a", start=1, restarts=1)]
-    assert [x["status"] for x in trial.read(lines) if x["kind"] == "contest"] == ["over its time"]
+def hangs_at_first(job, send):
+    return None if job.start == 0 else 0
+
+
+def of(kind, lines):
+    return [x for x in lines if x["kind"] == kind]
+
+
+def test_a_process_over_its_time_is_ended_and_gone_on_behind(workers, lines):
+    workers = workers(hangs_at_first)
+    left = workers.run([jobs.TrialJob("contests")], time.monotonic() + 1.2, alone=True)
+    assert left == [jobs.TrialJob("contests", start=1, restarts=1)]
+    assert [x["status"] for x in of("contest", lines)] == ["over its time"]
     assert workers.run(left, time.monotonic() + 20) == []
 
 
-def test_a_check_that_hangs_is_tried_again_and_then_red(workers):
-    workers, lines = workers("time.sleep(60)")
-    (again,) = workers.run([jobs.TrialJob("checks", "a")], time.monotonic() + 2)
-    assert again.start == 0 and not any(x["kind"] == "check" for x in trial.read(lines))
-    workers.run([again], time.monotonic() + 2)
-    (red,) = [x for x in trial.read(lines) if x["kind"] == "check"]
-    assert (red["name"], red["impl"], red["green"], red["message"]) == ("c", "triton", False, "over its time")
+def test_a_check_that_is_under_way_when_the_time_is_up_is_not_red(workers, lines):
+    (again,) = workers(hangs_at_first).run([jobs.TrialJob("checks")], time.monotonic() + 1.2)
+    assert again.start == 0 and not of("check", lines)
 
 
-def test_a_process_of_several_ops_that_hangs_is_ended_soon(workers, monkeypatch):
-    monkeypatch.setattr(jobs, "SILENT", 3.0)
-    workers, lines = workers("time.sleep(60)")
-    assert workers.run([jobs.TrialJob("checks", "a+b")], time.monotonic() + 50) == []
-    (red,) = [x for x in trial.read(lines) if x["kind"] == "check"]
-    assert (red["green"], red["message"]) == (False, "silent for 3 s"), "and the next item went on at once"
+def test_a_process_that_hangs_is_ended_soon(workers, lines, monkeypatch):
+    monkeypatch.setattr(jobs, "SILENT", 0.2)
+    assert workers(hangs_at_first).run([jobs.TrialJob("checks")], time.monotonic() + 50) == []
+    (red,) = of("check", lines)
+    assert (red["name"], red["impl"], red["green"], red["message"]) == ("c", "triton", False, "silent for 0 s")
 
 
-def test_a_check_that_kills_its_process_is_red(workers):
-    workers, lines = workers("os.kill(os.getpid(), 11)")
-    assert workers.run([jobs.TrialJob("checks", op) for op in "ab"], time.monotonic() + 20) == []
-    red = {x["op"]: x["message"] for x in trial.read(lines) if x["kind"] == "check"}
-    assert red == {"a": "crashed: signal SIGSEGV", "b": "crashed: signal SIGSEGV"}
+def test_a_check_that_kills_its_process_is_red(workers, lines):
+    crashes = workers(lambda job, send: -11 if job.start == 0 else 0)
+    assert crashes.run([jobs.TrialJob("checks", i, 2) for i in range(2)], time.monotonic() + 20) == []
+    assert [x["message"] for x in of("check", lines)] == ["crashed: signal SIGSEGV"] * 2
 
 
-def test_a_job_that_never_gets_anywhere_is_given_up(workers):
-    workers, lines = workers("pass\nraise SystemExit('no device')")
-    (left,) = workers.run([jobs.TrialJob("contests", "a")], time.monotonic() + 20)
-    rows = [x for x in trial.read(lines) if x["kind"] == "contest"]
+def test_a_job_that_never_gets_anywhere_is_given_up(workers, lines, tmp_path):
+    (left,) = workers(lambda job, send: 1).run([jobs.TrialJob("contests")], time.monotonic() + 20)
+    rows = of("contest", lines)
     assert left.restarts == len(rows) == jobs.RESTARTS + 1
     assert {row["status"] for row in rows} == {"crashed: exit 1, no device"}
+    assert "no device" in (tmp_path / "log.txt").read_text()
+
+
+def test_crashes_between_contests_that_went_well_are_not_counted_together(workers, lines):
+    def every_second(job, send):
+        send({"kind": "contest", "op": "a", "index": job.start, "status": "timed"})
+        send({"kind": "begin", "op": "a", "index": job.start + 1})
+        return -11 if job.start < 12 else 0
+
+    assert workers(every_second).run([jobs.TrialJob("contests")], time.monotonic() + 60, alone=True) == []
+    status = {x["index"]: x["status"] for x in of("contest", lines)}
+    assert [status[n] for n in (0, 2, 12)] == ["timed"] * 3
+    assert sum(s == "crashed: signal SIGSEGV" for s in status.values()) == 6 > jobs.RESTARTS
 
 
 class Cuda:
@@ -613,15 +666,6 @@ def test_results_go_where_the_environment_says(monkeypatch):
         monkeypatch.setenv(variable, value)
         assert validate._options(["--device", "cpu"]).out == Path(value)
     assert validate._options(["--device", "cpu", "--out", "c"]).out == Path("c")
-
-
-def test_crashes_between_contests_that_went_well_are_not_counted_together(workers):
-    many = "pass\nn = int(a['--start'])\n[say(kind='begin', index=n), say(kind='contest', index=n, status='timed')]\n"
-    workers, lines = workers(many + "say(kind='begin', index=n + 1)\nif n < 12: os.kill(os.getpid(), 11)")
-    assert workers.run([jobs.TrialJob("contests", "a")], time.monotonic() + 60, alone=True) == []
-    status = {x["index"]: x["status"] for x in trial.read(lines) if x["kind"] == "contest"}
-    assert [status[n] for n in (0, 2, 12)] == ["timed"] * 3
-    assert sum(s == "crashed: signal SIGSEGV" for s in status.values()) == 6 > jobs.RESTARTS
 
 
 @pytest.mark.slow
