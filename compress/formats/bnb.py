@@ -64,6 +64,7 @@ class BnbNF4(_Bitsandbytes):
     """
 
     name: ClassVar[str] = "bnb_nf4"
+    settings: ClassVar[tuple[str, ...]] = ("blocksize",)
 
     def __init__(self, shape: tuple[int, int], blocksize: int, tensors: dict[str, Tensor]) -> None:
         super().__init__()
@@ -127,14 +128,6 @@ class BnbNF4(_Bitsandbytes):
             self.codes, _ = library().functional._convert_weight_packed_for_cpu(self.codes, state)
             self.packed_absmax = state.absmax  # bfloat16 [in / blocksize, out]
         self.layout = layout
-
-    def spec(self) -> dict[str, Any]:
-        return self.spec_of(self.shape, self.blocksize)
-
-    @classmethod
-    def spec_of(cls, shape: tuple[int, int], blocksize: int) -> dict[str, Any]:
-        """The `spec()` of a weight of this shape."""
-        return {"format": cls.name, "shape": list(shape), "blocksize": blocksize}
 
     @classmethod
     def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
@@ -201,6 +194,7 @@ class BnbInt8(_Bitsandbytes):
     """
 
     name: ClassVar[str] = "bnb_int8"
+    settings: ClassVar[tuple[str, ...]] = ("threshold",)
     activation_bits: int | None = 8
 
     def __init__(self, CB: Tensor, SCB: Tensor, threshold: float) -> None:
@@ -232,14 +226,6 @@ class BnbInt8(_Bitsandbytes):
         else:
             y = ops.int8_scaled_mm(CA, self.CB, SCA, self.SCB, dtype=x.dtype)
         return y.view(*x.shape[:-1], self.shape[0])
-
-    def spec(self) -> dict[str, Any]:
-        return self.spec_of(self.shape, self.threshold)
-
-    @classmethod
-    def spec_of(cls, shape: tuple[int, int], threshold: float) -> dict[str, Any]:
-        """The `spec()` of a weight of this shape."""
-        return {"format": cls.name, "shape": list(shape), "threshold": threshold}
 
     @classmethod
     def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
