@@ -101,7 +101,7 @@ def run(plan: Plan) -> Result:
 def _run_here(plan: Plan, planned_before: bool = False) -> Result:
     with _together(_run_here, {"plan": plan}, plan) as device:
         if planned_before:
-            check_unchanged([plan])
+            check_unchanged(plan)
         with _shared([plan]) as shared, naming_state(plan.model):
             return _run(plan, device, shared)
 
@@ -211,33 +211,22 @@ def apply_each(
         ValueError: as in `apply`, for any of the recipes, before any is applied.
     """
     how: dict[str, Any] = {"device": device, "work_path": work_path, "calibrate": calibrate, "processes": processes}
-    return _run_each_here({name: plan(recipe, model, batches, **how) for name, recipe in recipes.items()})
+    return _run_each({name: plan(recipe, model, batches, **how) for name, recipe in recipes.items()})
 
 
-def run_each(plans: Mapping[str, Plan]) -> dict[str, Result]:
-    """Run several plans for one model, each on a copy of it.
-
-    Raises:
-        ValueError: the model or the batches have changed since they were planned, or the plans are not for one model,
-            on one device, with one way of calibration and as many processes.
-    """
-    return _run_each_here(plans, planned_before=True)
-
-
-def _run_each_here(plans: Mapping[str, Plan], planned_before: bool = False) -> dict[str, Result]:
+def _run_each(plans: Mapping[str, Plan]) -> dict[str, Result]:
+    """Run several plans for one model, each on a copy of it; they differ in their recipes alone."""
     results: dict[str, Result] = {}
     if not plans:
         return results
-    with _together(_run_each_here, {"plans": plans}, next(iter(plans.values()))) as device:
-        if planned_before:
-            check_unchanged([*plans.values()])
-        with _shared([*plans.values()]) as shared:
-            progress = tqdm(plans.items(), desc="recipes", unit="recipe")
-            for name, one in progress:
-                progress.set_postfix_str(name)
-                model = sharing_copy(one.model)
-                usage = predicted(one.recipe, model, one.batches)  # beside the results that are in memory by now
-                results[name] = _run(replace(one, model=model, usage=usage), device, shared)
+    first = next(iter(plans.values()))
+    with _together(_run_each, {"plans": plans}, first) as device, _shared([*plans.values()]) as shared:
+        progress = tqdm(plans.items(), desc="recipes", unit="recipe")
+        for name, one in progress:
+            progress.set_postfix_str(name)
+            model = sharing_copy(one.model)
+            usage = predicted(one.recipe, model, one.batches)  # beside the results that are in memory by now
+            results[name] = _run(replace(one, model=model, usage=usage), device, shared)
     return results
 
 
