@@ -112,7 +112,7 @@ def _together(call: Callable, arguments: Mapping[str, Any], plan: Plan) -> Itera
     device = plan.device
     with ExitStack() as stack:
         if plan.processes > 1 and not dist.is_initialized():
-            stack.enter_context(spawned(plan.processes, call, arguments, device))
+            stack.enter_context(spawned(plan.processes, call, arguments))
         device = device_of_process(device) if plan.processes > 1 else device
         stack.enter_context(joined(device, alone=plan.processes == 1))
         stack.enter_context(counting_writes())
