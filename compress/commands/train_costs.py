@@ -31,7 +31,7 @@ from compress.kv.attach import attached
 from compress.kv.attention import attention, noted_hidden
 from compress.kv.learned.networks import Example, Fitted, fit_all
 from compress.kv.rotation import learned_rotations, turn_of
-from compress.kv.seen import ROWS, Seen
+from compress.kv.seen import Seen
 from compress.kv.support import keeping_layers
 
 NAME = "workbench_kv_heard"
@@ -111,27 +111,19 @@ def costs(model: nn.Module, ids: Tensor, seed: int = 0, target: str = TARGETS[0]
 def _largest(seen: Seen, y: Tensor, gradient: Tensor | None, n: int) -> Tensor:
     """The largest a / (1 - a) |v - y| |gradient|, or a if there is no gradient, over the last n queries and the heads
     that share a position, for the first n positions: [B, H_kv, n]. y, gradient: [B, T, H_q, D]."""
-    B, H, T, _ = seen.keys.shape
-    values = seen.values[:, :, :n].float()
-    largest = values.new_zeros(B, H, n)
-    for end in range(T, T - n, -ROWS):
-        begin = max(end - ROWS, T - n)
-        piece = replace(
-            seen,
-            keys=seen.keys[:, :, :end],
-            valid=seen.valid[:, :, :end],
-            queries=seen.queries[:, :, begin:end],
-            asked=seen.asked[:, begin:end],
-        )
-        a = piece.attention(end - begin)[..., :n]  # [B, H, G, rows, n]
-        if gradient is None:
-            largest = torch.maximum(largest, a.amax((2, 3)))
-            continue
-        out, slope = (x[:, begin:end].float().transpose(1, 2).unflatten(1, (H, -1)) for x in (y, gradient))
-        apart = torch.cdist(out, values[:, :, None].expand(*out.shape[:3], -1, -1))
-        moved = a / (1 - a).clamp(min=LEFT) * apart * slope.norm(dim=-1, keepdim=True)
-        largest = torch.maximum(largest, moved.amax((2, 3)))
-    return largest
+    H, values = seen.keys.shape[1], seen.values[:, :, :n].float()
+    last = replace(seen, queries=seen.queries[:, :, -n:], asked=seen.asked[:, -n:], positions=seen.positions[:, -n:])
+
+    def larger(before: Tensor, piece: Seen) -> Tensor:
+        a = piece.attention(piece.queries.shape[2])[..., :n]  # [B, H, G, rows, n]
+        if gradient is not None:
+            rows = piece.positions[0]
+            out, slope = (x[:, rows].float().transpose(1, 2).unflatten(1, (H, -1)) for x in (y, gradient))
+            apart = torch.cdist(out, values[:, :, None].expand(*out.shape[:3], -1, -1))
+            a = a / (1 - a).clamp(min=LEFT) * apart * slope.norm(dim=-1, keepdim=True)
+        return torch.maximum(before, a.amax((2, 3)))
+
+    return last.over_queries(larger, n)
 
 
 def examples(model: nn.Module, batches: Sequence[Tensor], target: str = TARGETS[0]) -> Iterator[Example]:

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from compress import METHODS
 from compress.commands import options, train_costs
 from compress.commands.train_costs import LEFT, costs, examples, train
-from compress.kv import attached
+from compress.kv import attached, seen
 from compress.kv.learned.networks import by_layer
 
 
@@ -98,7 +98,7 @@ def test_examples_are_of_layers_that_keep_all_positions(tiny, tokens, architectu
 def test_pieces_of_queries_are_all_of_them(tiny, tokens, monkeypatch):
     model, ids = tiny("llama"), tokens(1, 40)[0]
     whole = costs(model, ids)
-    monkeypatch.setattr(train_costs, "ROWS", 7)
+    monkeypatch.setattr(seen, "ON_CPU", (1, 7))
     for number, (_, cost) in costs(model, ids).items():
         assert_close(cost, whole[number][1])
 
