@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from compress.checkpoint.checksums import CHECKSUMS, check_files
-from compress.checkpoint.files import CONFIG, check_filled, reading, weight_files
+from compress.checkpoint.files import CONFIG, check_filled, reading, take_generation_config, weight_files
 from compress.checkpoint.load import (
     COMPUTED,
     dtype_of,
@@ -91,8 +90,7 @@ def _load_on_disk(folder: Path, dtype: torch.dtype | None, home: str, offload_pa
     first = {id(p): state[name] for name, p in model.named_parameters(remove_duplicate=False) if name in state}
     tied = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if id(p) in first}
     check_filled(model, [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in tied])
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    take_generation_config(model, folder)
     offload(model, tied | state, home=home, folder=WorkFolder(offload_path))
     model.name_or_path = str(folder)
     remember_origin(model, folder)

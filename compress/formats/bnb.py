@@ -1,7 +1,6 @@
 """Weights as bitsandbytes stores and multiplies them: its tensors, its kernels. Needs `pip install .[bnb]`."""
 
 import importlib
-import logging
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from compress.formats.base import Format
 from compress.formats.stored import Stored
 from kernels.registry import ran
+from kernels.support.errors import errors_only
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED = 256  # scales of blocks that share a scale
@@ -24,18 +24,14 @@ def library() -> ModuleType:
         ValueError: the package is not installed, or is too old.
     """
     # Beside its own CPU kernel it also looks for PyPI's package `kernels`, which has the same name as ours.
-    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    level = log.level
-    log.setLevel(logging.ERROR)
     try:
-        bnb = importlib.import_module("bitsandbytes")
-        importlib.import_module("bitsandbytes.functional")
+        with errors_only("bitsandbytes.backends.cpu.ops"):
+            bnb = importlib.import_module("bitsandbytes")
+            importlib.import_module("bitsandbytes.functional")
     except ImportError:
         raise ValueError(
             "bitsandbytes is not installed; `pip install bitsandbytes` or `pip install .[bnb]` works"
         ) from None
-    finally:
-        log.setLevel(level)
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         raise ValueError(f"bitsandbytes {bnb.__version__} is too old; 0.50 works")
     return bnb
