@@ -1,7 +1,7 @@
 """apply: a recipe, a model and calibration batches -> a compressed model and a record of every weight."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,8 +102,8 @@ def _run_here(plan: Plan, planned_before: bool = False) -> Result:
     with _together(_run_here, {"plan": plan}, plan) as device:
         if planned_before:
             check_unchanged(plan)
-        with _shared([plan]) as shared, naming_state(plan.model):
-            return _run(plan, device, shared)
+        with naming_state(plan.model):
+            return _run(plan, device, _shared([plan]))
 
 
 @contextmanager
@@ -220,8 +220,8 @@ def _run_each(plans: Mapping[str, Plan]) -> dict[str, Result]:
     if not plans:
         return results
     first = next(iter(plans.values()))
-    with _together(_run_each, {"plans": plans}, first) as device, _shared([*plans.values()]) as shared:
-        progress = tqdm(plans.items(), desc="recipes", unit="recipe")
+    with _together(_run_each, {"plans": plans}, first) as device:
+        shared, progress = _shared([*plans.values()]), tqdm(plans.items(), desc="recipes", unit="recipe")
         for name, one in progress:
             progress.set_postfix_str(name)
             model = sharing_copy(one.model)
@@ -244,10 +244,10 @@ def _work_folder(plan: Plan) -> WorkFolder:
     return parts[0].folder if parts else WorkFolder(plan.work_path or "")
 
 
-def _shared(plans: Sequence[Plan]) -> AbstractContextManager[SharedStatistics | None]:
+def _shared(plans: Sequence[Plan]) -> SharedStatistics | None:
     """The place of the statistics that these plans share; None unless they are calibrated once."""
     if plans[0].calibrate != "once":
-        return nullcontext()
+        return None
     methods = [method for plan in plans for method in plan.recipe]
     needs = [need for method in methods for need in method.collects()]
     return shared_statistics(needs, plans[0].work_path, head=any("embedding" in method.places for method in methods))
