@@ -1,7 +1,7 @@
 """apply: a recipe, a model and calibration batches -> a compressed model and a record of every weight."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,9 @@ def run(plan: Plan) -> Result:
 def _run_here(plan: Plan, planned_before: bool = False) -> Result:
     with _together(_run_here, {"plan": plan}, plan) as device:
         if planned_before:
-            check_unchanged([plan])
-        with _shared([plan]) as shared, naming_state(plan.model):
-            return _run(plan, device, shared)
+            check_unchanged(plan)
+        with naming_state(plan.model):
+            return _run(plan, device, _shared([plan]))
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def _together(call: Callable, arguments: Mapping[str, Any], plan: Plan) -> Itera
     device = plan.device
     with ExitStack() as stack:
         if plan.processes > 1 and not dist.is_initialized():
-            stack.enter_context(spawned(plan.processes, call, arguments, device))
+            stack.enter_context(spawned(plan.processes, call, arguments))
         device = device_of_process(device) if plan.processes > 1 else device
         stack.enter_context(joined(device, alone=plan.processes == 1))
         stack.enter_context(counting_writes())
@@ -213,33 +213,22 @@ def apply_each(
         ValueError: as in `apply`, for any of the recipes, before any is applied.
     """
     how: dict[str, Any] = {"device": device, "work_path": work_path, "calibrate": calibrate, "processes": processes}
-    return _run_each_here({name: plan(recipe, model, batches, **how) for name, recipe in recipes.items()})
+    return _run_each({name: plan(recipe, model, batches, **how) for name, recipe in recipes.items()})
 
 
-def run_each(plans: Mapping[str, Plan]) -> dict[str, Result]:
-    """Run several plans for one model, each on a copy of it.
-
-    Raises:
-        ValueError: the model or the batches have changed since they were planned, or the plans are not for one model,
-            on one device, with one way of calibration and as many processes.
-    """
-    return _run_each_here(plans, planned_before=True)
-
-
-def _run_each_here(plans: Mapping[str, Plan], planned_before: bool = False) -> dict[str, Result]:
+def _run_each(plans: Mapping[str, Plan]) -> dict[str, Result]:
+    """Run several plans for one model, each on a copy of it; they differ in their recipes alone."""
     results: dict[str, Result] = {}
     if not plans:
         return results
-    with _together(_run_each_here, {"plans": plans}, next(iter(plans.values()))) as device:
-        if planned_before:
-            check_unchanged([*plans.values()])
-        with _shared([*plans.values()]) as shared:
-            progress = tqdm(plans.items(), desc="recipes", unit="recipe")
-            for name, one in progress:
-                progress.set_postfix_str(name)
-                model = sharing_copy(one.model)
-                usage = predicted(one.recipe, model, one.batches)  # beside the results that are in memory by now
-                results[name] = _run(replace(one, model=model, usage=usage), device, shared)
+    first = next(iter(plans.values()))
+    with _together(_run_each, {"plans": plans}, first) as device:
+        shared, progress = _shared([*plans.values()]), tqdm(plans.items(), desc="recipes", unit="recipe")
+        for name, one in progress:
+            progress.set_postfix_str(name)
+            model = sharing_copy(one.model)
+            usage = predicted(one.recipe, model, one.batches)  # beside the results that are in memory by now
+            results[name] = _run(replace(one, model=model, usage=usage), device, shared)
     return results
 
 
@@ -257,10 +246,10 @@ def _work_folder(plan: Plan) -> WorkFolder:
     return parts[0].folder if parts else WorkFolder(plan.work_path or "")
 
 
-def _shared(plans: Sequence[Plan]) -> AbstractContextManager[SharedStatistics | None]:
+def _shared(plans: Sequence[Plan]) -> SharedStatistics | None:
     """The place of the statistics that these plans share; None unless they are calibrated once."""
     if plans[0].calibrate != "once":
-        return nullcontext()
+        return None
     methods = [method for plan in plans for method in plan.recipe]
     needs = [need for method in methods for need in method.collects()]
     return shared_statistics(needs, plans[0].work_path, head=any("embedding" in method.places for method in methods))

@@ -18,14 +18,12 @@ class Float:
         specials: whether the largest exponent is reserved for infinity and NaN, as in IEEE 754; False: it holds numbers
             like the others, as in the formats of the OCP Microscaling specification (e2m1, e2m3, e3m2).
         lost: the number of largest magnitudes that mean NaN instead: 1 in e4m3fn.
-        subnormals: whether there are subnormal numbers.
     """
 
     exponent: int
     mantissa: int
     specials: bool = False
     lost: int = 0
-    subnormals: bool = True
 
     @property
     def bias(self) -> int:
@@ -47,20 +45,17 @@ class Float:
         step = 2.0 ** (self.smallest_exponent - self.mantissa)
         for place in range(1 << (self.exponent + self.mantissa)):
             exponent, fraction = divmod(place, 1 << self.mantissa)
-            if exponent == 0 and fraction and not self.subnormals:
-                continue
             whole = fraction if exponent == 0 else (fraction + (1 << self.mantissa)) * 2 ** (exponent - 1)
             positive.append(whole * step)
         kept = torch.tensor([v for v in positive if 0 < v <= self.largest])
         return torch.cat([-kept.flip(0), torch.zeros(1), kept])
 
-    def round(self, x: Tensor, rounding: str = "nearest", *, saturate: bool = True, seed: int | None = None) -> Tensor:
-        """x, float32 or float64, rounded to the format's values.
+    def round(self, x: Tensor, rounding: str = "nearest", *, seed: int | None = None) -> Tensor:
+        """x, float32 or float64, rounded to the format's values; numbers beyond the largest one become that value.
 
         Args:
             rounding: "nearest" (ties to the even mantissa), "up" and "down" (towards ± infinity), "zero", or
                 "stochastic": up with the probability of the distance from below, in units of the step.
-            saturate: numbers beyond the largest value become this value; False: infinity.
             seed: for stochastic rounding; None: torch's own generator.
         """
         if rounding not in ROUNDINGS:
@@ -76,19 +71,7 @@ class Float:
         else:
             whole = {"nearest": steps.round, "up": steps.ceil, "down": steps.floor, "zero": steps.trunc}[rounding]()
         rounded = torch.ldexp(whole, power)
-        if not self.subnormals:
-            rounded = self._without_subnormals(x, rounded, rounding)
-        beyond = torch.full_like(x, self.largest if saturate else torch.inf).copysign(x)
-        rounded = torch.where(rounded.abs() > self.largest, beyond, rounded)
-        return torch.where(x.isfinite() | x.isnan() | saturate, rounded, x)
-
-    def _without_subnormals(self, x: Tensor, rounded: Tensor, rounding: str) -> Tensor:
-        """Round numbers below the smallest normal number to 0 or to that number."""
-        least = 2.0**self.smallest_exponent
-        outward = {"up": x > 0, "down": x < 0, "zero": torch.zeros_like(x, dtype=torch.bool)}
-        away = outward.get(rounding, x.abs() > least / 2)
-        small = torch.where(away & (x != 0), torch.full_like(x, least).copysign(x), torch.zeros_like(x).copysign(x))
-        return torch.where(x.abs() < least, small, rounded)
+        return torch.where(rounded.abs() > self.largest, torch.full_like(x, self.largest).copysign(x), rounded)
 
 
 E2M1, E2M3, E3M2 = Float(2, 1), Float(2, 3), Float(3, 2)

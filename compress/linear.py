@@ -149,6 +149,21 @@ class CompressedLinear(nn.Module):
         return self
 
 
+class StandIn(nn.Module):
+    """Stands for another module in a model; attributes that it lacks are those of the other one, `stands_for`, which is
+    not a submodule: it is not moved, counted or stored here."""
+
+    def __init__(self, stands_for: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "stands_for", stands_for)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "stands_for"), name)
+
+
 def parts_from(specs: Sequence[dict[str, Any]], tensors: dict[str, Tensor]) -> list[Format]:
     """The parts of a stored weight, from their specifications and from all of its tensors.
 

@@ -36,7 +36,7 @@ UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 SLACK = 1.03  # memory of allocators and libraries, relative to the counted memory
 
 
-def bytes_of(size: int | str | None, parameter: str = "max_memory") -> int | None:
+def bytes_of(size: int | str | None) -> int | None:
     """A number of bytes, or a text such as "6GB" or "512 MiB"; None and "" for no limit.
 
     Raises:
@@ -46,7 +46,7 @@ def bytes_of(size: int | str | None, parameter: str = "max_memory") -> int | Non
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
     if isinstance(size, bool) or not match or match[2].lower() not in UNITS or float(match[1]) <= 0:
-        raise ValueError(f"`{parameter}` (={size!r}) must be a number of bytes, or a text such as '6GB' or '512MiB'")
+        raise ValueError(f"`max_memory` (={size!r}) must be a number of bytes, or a text such as '6GB' or '512MiB'")
     return int(float(match[1]) * UNITS[match[2].lower()])
 
 

@@ -68,23 +68,13 @@ class Plan:
     made_of: dict[str, object]
 
 
-def check_unchanged(plans: Sequence[Plan]) -> None:
-    """Check that plans can still be run, together: their results would name the weights and the tokens of the plans.
-
-    Raises:
-        ValueError: the model or the batches of one have changed since it was planned, or they do not belong together.
-    """
-    first, weights = plans[0], weights_sha256(plans[0].model)
-    for one in plans:
-        for name in ("model", "device", "calibrate", "processes", "work_path"):
-            ours, theirs = getattr(one, name), getattr(first, name)
-            if ours is not theirs and (name == "model" or ours != theirs):
-                raise ValueError(f"`plans` differ in `{name}`, which must be the same for plans that are run together")
-        model = makeup(one.model) == one.made_of and weights == one.identity["weights_sha256"]
-        batches = tokens_sha256(one.batches) == (one.calibration or {"sha256": tokens_sha256([])})["sha256"]
-        if not (model and batches):
-            changed = "batches have" if model else "model has"
-            raise ValueError(f"`plan`: its {changed} changed since it was planned, so that it must be planned again")
+def check_unchanged(plan: Plan) -> None:
+    """Raise ValueError if the model or the batches of a plan have changed since: a result names those of the plan."""
+    model = makeup(plan.model) == plan.made_of and weights_sha256(plan.model) == plan.identity["weights_sha256"]
+    batches = tokens_sha256(plan.batches) == (plan.calibration or {"sha256": tokens_sha256([])})["sha256"]
+    if not (model and batches):
+        changed = "batches have" if model else "model has"
+        raise ValueError(f"`plan`: its {changed} changed since it was planned, so that it must be planned again")
 
 
 def plan(

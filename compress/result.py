@@ -13,7 +13,11 @@ from compress.method import Method
 from compress.walk.finite import NotFinite
 from compress.walk.offload import offloaded_parts
 from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord, RecoveryRecord, Usage
+from eval.record.html import html_table
 
+LAYER_HEADS = ("linear", "", "shape", "bits", "error", "rtn", "notes")
+FOLD_HEADS = ("from", "into", "alpha", "largest / median input before", "after", "notes")
+BAR = 12  # characters of the largest error's bar
 UNFINISHED = "_compression_unfinished"  # attribute of a model: what stopped the compression that has changed it
 
 
@@ -72,26 +76,38 @@ class Result:
         return f"{recipe}: {dropped}{folded}{stored}{len(self.kept)} other weights kept, {self.seconds:.0f} s"
 
     def _repr_html_(self) -> str:
-        top = max((r.error for r in self.layers), default=0) or 1
         noted = [r for r in self.layers if r.notes]
-        rows = "".join(_row(r, top) for r in self.layers)
         reasons: dict[str, int] = {}
         for weight in self.kept:
             reasons[weight["reason"]] = reasons.get(weight["reason"], 0) + weight["bytes"]
         kept = ", ".join(f"{escape(reason)} ({size / 1e6:.1f} MB)" for reason, size in reasons.items())
-        head = "".join(
-            f"<th style='text-align:left'>{h}</th>" for h in ("linear", "shape", "bits", "error", "", "rtn", "notes")
-        )
-        linears = (
-            f"<details><summary>Every linear: error of its output on the calibration tokens</summary>"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></details>"
-        )
+        folds = f"{len(self.folds)} folds: what was moved from activations into weights"
+        linears = "Every linear: error of its output on the calibration tokens"
         return (
             f"<p><b>{escape(str(self))}</b></p><p>Kept as they were: {kept or 'nothing'}.</p>"
             f"{''.join(f'<p>{escape(note)}</p>' for note in self.notes)}"
             f"{f'<p>{len(noted)} linears carry notes.</p>' if noted else ''}"
-            f"{_folds(self.folds)}{linears if self.layers else ''}"
+            f"{_details(folds, html_table(FOLD_HEADS, map(_fold_line, self.folds))) if self.folds else ''}"
+            f"{_details(linears, html_table(LAYER_HEADS, self._layer_lines())) if self.layers else ''}"
         )
+
+    def _layer_lines(self) -> Iterator[tuple[object, ...]]:
+        """The table's line of each linear; the bar is its error beside the largest one."""
+        top = max(r.error for r in self.layers) or 1
+        for r in self.layers:
+            rtn = "" if r.rtn_error is None else f"{r.rtn_error:.2e}"
+            numbers = f"{r.shape[0]}×{r.shape[1]}", f"{r.bits_per_weight:.2f}", f"{r.error:.2e}", rtn
+            yield r.name, "█" * round(BAR * r.error / top), *numbers, "; ".join(r.notes)
+
+
+def _fold_line(f: FoldRecord) -> tuple[object, ...]:
+    alpha = "–" if f.alpha is None else f"{f.alpha:.2f}"
+    ratios = f"{f.x_before.outlier:.1f}", f"{f.x_after.outlier:.1f}"
+    return f.name, ", ".join(f.consumers), alpha, *ratios, "; ".join(f.notes)
+
+
+def _details(summary: str, table: str) -> str:
+    return f"<details><summary>{summary}</summary>{table}</details>"
 
 
 def refuse_save_pretrained(model: nn.Module) -> None:
@@ -157,34 +173,4 @@ def _no_save_pretrained(*args: Any, **more: Any) -> None:
         "`save_pretrained` cannot write compressed weights: the folder would load as a model with random weights; "
         "`save_compressed(result, folder, tokenizer)` or, for a saved model, `export_checkpoint` works, with a "
         "`save_format` that other libraries read"
-    )
-
-
-def _folds(folds: list[FoldRecord]) -> str:
-    if not folds:
-        return ""
-    heads = ("from", "into", "alpha", "largest / median input before", "after", "notes")
-    head = "".join(f"<th style='text-align:left'>{h}</th>" for h in heads)
-    rows = "".join(
-        f"<tr><td style='text-align:left'>{escape(f.name)}</td><td "
-        f"style='text-align:left'>{escape(', '.join(f.consumers))}</td>"
-        f"<td>{'–' if f.alpha is None else f'{f.alpha:.2f}'}</td>"
-        f"<td>{f.x_before.outlier:.1f}</td><td>{f.x_after.outlier:.1f}</td>"
-        f"<td style='text-align:left'>{escape('; '.join(f.notes))}</td></tr>"
-        for f in folds
-    )
-    return (
-        f"<details><summary>{len(folds)} folds: what was moved from activations into weights</summary>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></details>"
-    )
-
-
-def _row(r: LayerRecord, top: float) -> str:
-    width = 120 * r.error / top
-    bar = f"<div style='width:{width:.0f}px;height:.7em;background:#3b6fb6'></div>"
-    rtn = "" if r.rtn_error is None else f"{r.rtn_error:.2e}"
-    return (
-        f"<tr><td style='text-align:left'>{escape(r.name)}</td><td>{r.shape[0]}×{r.shape[1]}</td>"
-        f"<td>{r.bits_per_weight:.2f}</td><td>{r.error:.2e}</td><td style='text-align:left'>{bar}</td><td>{rtn}</td>"
-        f"<td style='text-align:left'>{escape('; '.join(r.notes))}</td></tr>"
     )

@@ -4,7 +4,6 @@ With `outliers` the largest channels share groups in 8 bits, as in COMET (Liu et
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from compress.formats import Dense, Format
 from compress.grid.integer import check_group_size
-from compress.method import Method, knob
+from compress.method import knob
 from compress.transforms import Rounding, Transform
 from compress.transforms.rounding import FORMATS, GROUPS, SMALLEST
 from compress.walk.layerwise import LayerwiseMethod
@@ -90,9 +89,6 @@ class Activations(LayerwiseMethod):
     @property
     def needs_calibration(self) -> bool:
         return self.static or self.outliers > 0
-
-    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
-        return self
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         check_group_size(GROUPS.get(self.format, self.group_size), name, shape)

@@ -39,7 +39,7 @@ class BitsandbytesInt8(LayerwiseMethod):
         super().check(model)
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
-        return [BnbInt8.spec_of(shape, self.threshold)]
+        return [BnbInt8.spec_of(shape, threshold=self.threshold)]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         return [BnbInt8.from_weight(W, threshold=self.threshold)]

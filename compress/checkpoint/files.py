@@ -9,6 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from compress.checkpoint.checksums import CHECKSUMS, listed_files
 from compress.checkpoint.tied import tie_by_content
@@ -179,6 +180,12 @@ def check_filled(model: nn.Module, lacking: Iterable[str], unused: Iterable[str]
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             owner = "its file" if problem == "lacks" else f"the model of its config ({type(model).__name__})"
             raise ValueError(f"{owner} {problem} {len(names)} of the weights: {shown}")
+
+
+def take_generation_config(model: nn.Module, folder: Path) -> None:
+    """Give a model the settings of `generate` in its folder, if there are any."""
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

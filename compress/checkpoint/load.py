@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from compress.checkpoint.checksums import CHECKSUMS, check_files
-from compress.checkpoint.files import CONFIG, check_config, fill, reading
+from compress.checkpoint.files import CONFIG, check_config, fill, reading, take_generation_config
 from compress.checkpoint.save_format import INFO_FILE, CheckpointInfo
 from compress.checkpoint.shards import Shards
 from compress.classes import is_known
@@ -77,8 +77,7 @@ def load_compressed(
         _put_stored(model, layout, tensors)
         computed = _taken(tensors, COMPUTED)
         fill(model, tensors)
-        if (path / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(path)
+        take_generation_config(model, path)
         model.name_or_path = str(path)
         remember_origin(model, path)
         if dtype is not None:

@@ -1,18 +1,14 @@
 """Checkpoints of models whose weights lie on disk: written, loaded and verified block by block."""
 
-import json
-import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from compress.checkpoint.checksums import CHECKSUMS, check_files
-from compress.checkpoint.files import CONFIG, INDEX, check_filled, reading, weight_files
+from compress.checkpoint.files import CONFIG, check_filled, reading, take_generation_config, weight_files
 from compress.checkpoint.load import (
     COMPUTED,
     dtype_of,
@@ -22,7 +18,7 @@ from compress.checkpoint.load import (
     read_layout,
     remember_origin,
 )
-from compress.checkpoint.shards import SHARD_BYTES
+from compress.checkpoint.shards import SHARD_BYTES, write_shards
 from compress.kv.attach import attach
 from compress.kv.policy import cache_method
 from compress.linear import CompressedLinear
@@ -30,7 +26,7 @@ from compress.result import refuse_save_pretrained
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Tail, advance, block_calls, device_of, on_device
 from compress.walk.offload import AwayLinear, offload, offloaded_parts
-from compress.walk.shards import OnDisk, TensorFile, WorkFolder, write_tensors
+from compress.walk.shards import OnDisk, TensorFile, WorkFolder
 from kernels.linear import fast_linear
 
 
@@ -94,8 +90,7 @@ def _load_on_disk(folder: Path, dtype: torch.dtype | None, home: str, offload_pa
     first = {id(p): state[name] for name, p in model.named_parameters(remove_duplicate=False) if name in state}
     tied = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if id(p) in first}
     check_filled(model, [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in tied])
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    take_generation_config(model, folder)
     offload(model, tied | state, home=home, folder=WorkFolder(offload_path))
     model.name_or_path = str(folder)
     remember_origin(model, folder)
@@ -138,20 +133,16 @@ def _check_stored(
 
 
 def write_offloaded(model: nn.Module, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write the weights of a model on disk, with one tensor in memory at a time.
-
-    The file that a compression wrote for a block becomes a file of the checkpoint, by a hard link if the file system
-    supports links.
-    """
-    files: list[tuple[Path, list[str]]] = []
+    """Write the weights of a model on disk, with one tensor in memory at a time. The file that a compression wrote for
+    a block becomes a file of the checkpoint."""
+    finished: dict[Path, list[str]] = {}
     rest: dict[str, Tensor | OnDisk] = {}
     seen: set[tuple[Path, int]] = set()
     for part, offloaded in offloaded_parts(model).items():
         offloaded.settle()
         own = {f"{part}.{name}" if part else name: tensor for name, tensor in offloaded.where.items()}
         if offloaded.file_of_its_own(part):
-            source = next(iter(own.values())).source.path
-            files.append((_linked(source, folder / f"shard-{len(files) + 1}.part"), list(own)))
+            finished[next(iter(own.values())).source.path] = list(own)
         else:
             rest |= {name: tensor for name, tensor in own.items() if tensor.place not in seen}
             seen |= {tensor.place for tensor in own.values()}
@@ -161,17 +152,7 @@ def write_offloaded(model: nn.Module, folder: Path, shard_bytes: int = SHARD_BYT
         for name, buffer in model.named_buffers()
         if name not in stored and buffer.is_floating_point()
     }
-    for shard in _shards(rest, shard_bytes):
-        files.append((folder / f"shard-{len(files) + 1}.part", list(shard)))
-        write_tensors(files[-1][0], shard)
-    names: dict[str, str] = {}
-    for number, (path, inside) in enumerate(files, 1):
-        last = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        path.rename(folder / last)
-        names |= dict.fromkeys(inside, last)
-    total = sum((folder / file).stat().st_size for file in set(names.values()))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=1))
+    write_shards(rest.items(), folder, shard_bytes=shard_bytes, finished=finished)
 
 
 @torch.no_grad()
@@ -216,24 +197,3 @@ def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Paramete
         for key, parameter in owner._parameters.items()
         if parameter is not None
     ]
-
-
-def _linked(source: Path, target: Path) -> Path:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)
-    return target
-
-
-def _shards(tensors: Mapping[str, Tensor | OnDisk], most: int) -> Iterator[dict[str, Tensor | OnDisk]]:
-    """The tensors in portions of at most `most` bytes, or of one tensor."""
-    size, shard = 0, {}
-    for name, tensor in tensors.items():
-        if shard and size + tensor.nbytes > most:
-            yield shard
-            size, shard = 0, {}
-        shard[name] = tensor
-        size += tensor.nbytes
-    if shard:
-        yield shard

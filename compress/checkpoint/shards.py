@@ -2,45 +2,57 @@
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compress.checkpoint.files import INDEX, ONE_FILE, opened, weight_files
+from compress.walk.shards import OnDisk, write_tensors
 from kernels.support.errors import first_line
 
 SHARD_BYTES = 5_000_000_000  # the largest size of a file in hubs and transformers
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room, a quota, a limit on the size of files
 
 
-def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+def write_shards(
+    tensors: Iterable[tuple[str, Tensor | OnDisk]],
+    folder: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    finished: Mapping[Path, Iterable[str]] = MappingProxyType({}),
+) -> None:
     """Write tensors into `model.safetensors`, or into several files and their index.
 
     Args:
         tensors: (name, tensor) one after the other; a generator holds one file's worth in memory at a time. A tensor
             larger than `shard_bytes` gets a file of its own.
         folder: the target; it must not hold such files yet.
+        finished: safetensors files that become files of the target, with the names of their tensors; by hard links if
+            the file system supports them.
     """
     files: list[tuple[Path, list[str]]] = []
     total, size, held = 0, 0, {}
 
-    def flush() -> None:
-        path = folder / f"shard-{len(files) + 1}.part"
-        save_file(held, path, metadata={"format": "pt"})
-        files.append((path, list(held)))
+    def part(names: Iterable[str]) -> Path:
+        files.append((folder / f"shard-{len(files) + 1}.part", list(names)))
+        return files[-1][0]
 
+    for source, names in finished.items():
+        _link(source, target := part(names))
+        total += target.stat().st_size
     for name, tensor in tensors:
         if held and size + tensor.nbytes > shard_bytes:
-            flush()
+            write_tensors(part(held), held)
             size, held = 0, {}
-        held[name] = _own_copy(tensor)
+        held[name] = tensor
         size, total = size + tensor.nbytes, total + tensor.nbytes
-    flush()
+    if held or not files:
+        write_tensors(part(held), held)
     if len(files) == 1:
         files[0][0].rename(folder / ONE_FILE)
         return
@@ -51,6 +63,13 @@ def write_shards(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, shard_b
         where |= dict.fromkeys(names, last)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=1))
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
 
 
 class Shards:
@@ -88,12 +107,6 @@ class Shards:
         return found
 
 
-def _own_copy(tensor: Tensor) -> Tensor:
-    """A contiguous copy on the CPU; safetensors refuses views that share memory."""
-    tensor = tensor.detach().to("cpu")
-    return tensor.contiguous().clone() if tensor._is_view() else tensor.contiguous()
-
-
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all tensors that a model stores, each shared tensor once."""
     state = model.state_dict().items()
@@ -114,10 +127,8 @@ def room_for(needed: int, path: Path) -> Iterator[None]:
         raise _full(path, needed, free)
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        # safetensors raises an error of its own, which gives the system's error number only in its text.
-        full = any(f"(os error {number})" in str(error) for number in FULL)
-        if full or isinstance(error, OSError) and error.errno in FULL:
+    except OSError as error:
+        if error.errno in FULL:
             raise _full(path, needed, shutil.disk_usage(path.parent).free, f" ({first_line(error)})") from error
         raise
 

@@ -1,7 +1,8 @@
 """Shared code of the commands that learn from a model and calibration texts, and write the result to a file."""
 
 import argparse
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from compress.inputs.calibration import calibration
 from compress.inputs.model import load_model
+from compress.kv.learned.networks import Fitted, summary
 
 
 def given(
@@ -39,3 +41,22 @@ def given(
     texts = {"samples": options.samples, "seqlen": options.seqlen, "seed": options.seed}
     batches = [text for corpus in options.corpus for text in calibration(tokenizer, corpus=corpus, **texts)]
     return model, batches, options
+
+
+def train_networks(
+    train: Callable[..., dict[int, Fitted]],
+    description: str | None,
+    *,
+    samples: int,
+    more: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+) -> None:
+    """A command that trains networks for a policy: it reads its options, calls `train`, and prints how well they fit.
+
+    Args:
+        train: called with the model, the texts, the file to write, and the values of `more`.
+        description, samples, more: as for `given`.
+    """
+    start = time.perf_counter()
+    model, batches, options = given(description, samples=samples, more=more)
+    fitted = train(model, batches, options.out, *(getattr(options, name.lstrip("-")) for name in more))
+    print(f"{options.out}: {summary(fitted)}, {time.perf_counter() - start:.0f} s")

@@ -15,7 +15,6 @@ thousands of tokens are answered better by networks that were trained on long te
 bfloat16` and tiles (AMX) such a text takes a core 40 seconds.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,12 +26,12 @@ from tqdm.auto import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from compress.commands.options import given
+from compress.commands.options import train_networks
 from compress.kv.attach import attached
 from compress.kv.attention import attention, noted_hidden
-from compress.kv.learned.networks import Fitted, fit_all, summary
+from compress.kv.learned.networks import Example, Fitted, fit_all
 from compress.kv.rotation import learned_rotations, turn_of
-from compress.kv.seen import ROWS, Seen
+from compress.kv.seen import Seen
 from compress.kv.support import keeping_layers
 
 NAME = "workbench_kv_heard"
@@ -112,42 +111,30 @@ def costs(model: nn.Module, ids: Tensor, seed: int = 0, target: str = TARGETS[0]
 def _largest(seen: Seen, y: Tensor, gradient: Tensor | None, n: int) -> Tensor:
     """The largest a / (1 - a) |v - y| |gradient|, or a if there is no gradient, over the last n queries and the heads
     that share a position, for the first n positions: [B, H_kv, n]. y, gradient: [B, T, H_q, D]."""
-    B, H, T, _ = seen.keys.shape
-    values = seen.values[:, :, :n].float()
-    largest = values.new_zeros(B, H, n)
-    for end in range(T, T - n, -ROWS):
-        begin = max(end - ROWS, T - n)
-        piece = replace(
-            seen,
-            keys=seen.keys[:, :, :end],
-            valid=seen.valid[:, :, :end],
-            queries=seen.queries[:, :, begin:end],
-            asked=seen.asked[:, begin:end],
-        )
-        a = piece.attention(end - begin)[..., :n]  # [B, H, G, rows, n]
-        if gradient is None:
-            largest = torch.maximum(largest, a.amax((2, 3)))
-            continue
-        out, slope = (x[:, begin:end].float().transpose(1, 2).unflatten(1, (H, -1)) for x in (y, gradient))
-        apart = torch.cdist(out, values[:, :, None].expand(*out.shape[:3], -1, -1))
-        moved = a / (1 - a).clamp(min=LEFT) * apart * slope.norm(dim=-1, keepdim=True)
-        largest = torch.maximum(largest, moved.amax((2, 3)))
-    return largest
+    H, values = seen.keys.shape[1], seen.values[:, :, :n].float()
+    last = replace(seen, queries=seen.queries[:, :, -n:], asked=seen.asked[:, -n:], positions=seen.positions[:, -n:])
+
+    def larger(before: Tensor, piece: Seen) -> Tensor:
+        a = piece.attention(piece.queries.shape[2])[..., :n]  # [B, H, G, rows, n]
+        if gradient is not None:
+            rows = piece.positions[0]
+            out, slope = (x[:, rows].float().transpose(1, 2).unflatten(1, (H, -1)) for x in (y, gradient))
+            apart = torch.cdist(out, values[:, :, None].expand(*out.shape[:3], -1, -1))
+            a = a / (1 - a).clamp(min=LEFT) * apart * slope.norm(dim=-1, keepdim=True)
+        return torch.maximum(before, a.amax((2, 3)))
+
+    return last.over_queries(larger, n)
 
 
-def examples(model: nn.Module, batches: Sequence[Tensor], target: str = TARGETS[0]) -> dict[int, tuple[Tensor, Tensor]]:
-    """By layer, hidden states [n, hidden] in bfloat16 and the logarithms of the costs [n, H_kv] of all tokens.
+def examples(model: nn.Module, batches: Sequence[Tensor], target: str = TARGETS[0]) -> Iterator[Example]:
+    """The hidden states [n, hidden] of all tokens, and the logarithms of their costs [n, H_kv].
 
     Args:
         batches: tokens, LongTensors [1, T]. target: as for `costs`.
     """
-    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for i, ids in enumerate(tqdm(batches, desc="costs of losing a token", unit="text")):
         for number, (hidden, cost) in costs(model, ids.to(model.device), i, target).items():
-            found.setdefault(number, []).append((hidden.bfloat16().cpu(), cost.clamp(min=LEAST).log().cpu()))
-    return {
-        number: (torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])) for number, pairs in found.items()
-    }
+            yield number, hidden, cost.clamp(min=LEAST).log()
 
 
 def train(
@@ -157,20 +144,14 @@ def train(
 
     Args:
         target: as for `costs`.
-
-    Returns:
-        {layer: the accuracy of its network on tokens that were held out}
     """
     width = max(model.config.get_text_config(decoder=True).hidden_size // 8, 8)
     return fit_all(examples(model, batches, target), path, width=width, **more)
 
 
 def main() -> None:
-    start = time.perf_counter()
     more = {"--target": {"choices": TARGETS, "default": TARGETS[0], "help": "what the networks predict"}}
-    model, batches, options = given(__doc__, samples=32, more=more)
-    fitted = train(model, batches, options.out, options.target)
-    print(f"{options.out}: {summary(fitted)}, {time.perf_counter() - start:.0f} s")
+    train_networks(train, __doc__, samples=32, more=more)
 
 
 if __name__ == "__main__":

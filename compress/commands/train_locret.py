@@ -3,8 +3,7 @@
 $ python -m compress.commands.train_locret --model smollm2-135m --out locret.safetensors
 """
 
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 from tqdm.auto import tqdm
 
-from compress.commands.options import given
+from compress.commands.options import train_networks
 from compress.kv.attach import attached
 from compress.kv.learned.locret import features, largest_logits
-from compress.kv.learned.networks import Fitted, fit_all, summary
+from compress.kv.learned.networks import Example, Fitted, fit_all
 
 ANSWER = 0.25  # share of a text, at its end, whose attention is predicted
 SPAN = 8  # consecutive tokens that are drawn together
@@ -23,14 +22,13 @@ SMOOTH = 0.0025  # weight of the squared differences between scores of neighbour
 
 
 @torch.no_grad()
-def examples(model: nn.Module, batches: Sequence[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
-    """By layer, queries, keys and values [n, channels] in bfloat16 and the largest logits [n, H_kv] of the tokens of
-    prompts. A prompt is a text without its last quarter, cut to whole spans.
+def examples(model: nn.Module, batches: Sequence[Tensor]) -> Iterator[Example]:
+    """Queries, keys and values [n, channels] and the largest logits [n, H_kv] of the tokens of prompts. A prompt is a
+    text without its last quarter, cut to whole spans.
 
     Args:
         batches: tokens, LongTensors [1, T].
     """
-    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for ids in tqdm(batches, desc="attention of answers", unit="text"):
         prompt = ids.shape[1] - max(int(ids.shape[1] * ANSWER), 1)
         with attached(model) as attachment:
@@ -40,10 +38,7 @@ def examples(model: nn.Module, batches: Sequence[Tensor]) -> dict[int, tuple[Ten
             seen = layer.seen_by(layer.queries, layer.asked)
             inputs, target = features(seen)[0, :prompt], largest_logits(seen, prompt)[0].T
             whole = prompt // SPAN * SPAN
-            found.setdefault(layer.number, []).append((inputs[:whole].bfloat16().cpu(), target[:whole].cpu()))
-    return {
-        number: (torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])) for number, pairs in found.items()
-    }
+            yield layer.number, inputs[:whole], target[:whole]
 
 
 def smooth_loss(predicted: Tensor, target: Tensor) -> Tensor:
@@ -52,20 +47,10 @@ def smooth_loss(predicted: Tensor, target: Tensor) -> Tensor:
 
 
 def train(model: nn.Module, batches: Sequence[Tensor], path: str | Path, **more: float) -> dict[int, Fitted]:
-    """Write a file for `locret(path=...)`; `more`: arguments of `fit`; the width is a quarter of the hidden size.
-
-    Returns:
-        {layer: the accuracy of its network on tokens that were held out}
-    """
+    """Write a file for `locret(path=...)`; `more`: arguments of `fit`; the width is a quarter of the hidden size."""
     width = max(model.config.get_text_config(decoder=True).hidden_size // 4, 8)
     return fit_all(examples(model, batches), path, width=width, span=SPAN, loss=smooth_loss, **more)
 
 
-def main() -> None:
-    start = time.perf_counter()
-    model, batches, options = given(__doc__, samples=24)
-    print(f"{options.out}: {summary(train(model, batches, options.out))}, {time.perf_counter() - start:.0f} s")
-
-
 if __name__ == "__main__":
-    main()
+    train_networks(train, __doc__, samples=24)

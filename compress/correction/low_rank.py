@@ -41,7 +41,7 @@ class LowRank(Correction):
     bits: int = knob(16, "bits per entry of the factors", choices=BITS)
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
-        return [LowRankWeight.spec_of(shape, rank=self.rank, bits=self.bits)]
+        return [LowRankWeight.spec_of(shape, rank=min(self.rank, *shape), bits=self.bits)]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         return [low_rank(W, self.weighting(statistics), rank=self.rank, bits=self.bits)]

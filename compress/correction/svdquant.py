@@ -48,7 +48,7 @@ class SVDQuant(LayerwiseMethod):
         return self
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
-        return [Dense.spec_of(shape), LowRankWeight.spec_of(shape, rank=self.rank, bits=16)]
+        return [Dense.spec_of(shape), LowRankWeight.spec_of(shape, rank=min(self.rank, *shape), bits=16)]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         branch = low_rank(W, None, rank=self.rank)

@@ -55,6 +55,7 @@ class Format(nn.Module):
     # Whether it is multiplied by x before x is rounded for the other parts. Such a part in 16 bits is not changed when
     # a later method of a recipe stores the rest of the weight.
     exact: ClassVar[bool] = False
+    settings: ClassVar[tuple[str, ...]] = ()  # attributes that its specification holds beside the shape
     activation_bits: int | None = None  # bits to which `matmul` rounds x; None: x is not rounded
 
     def dequantize(self) -> Tensor:
@@ -116,7 +117,12 @@ class Format(nn.Module):
 
     def spec(self) -> dict[str, Any]:
         """The description of this weight beside its tensors, as JSON: `format`, `shape`, the format's own settings."""
-        raise NotImplementedError
+        return self.spec_of(self.shape, **{name: getattr(self, name) for name in self.settings})
+
+    @classmethod
+    def spec_of(cls, shape: tuple[int, int], **settings: Any) -> dict[str, Any]:
+        """The `spec()` of a weight of this shape, with a value for each of `settings`."""
+        return {"format": cls.name, "shape": list(shape), **settings}
 
     @classmethod
     def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:

@@ -1,7 +1,6 @@
 """Weights as bitsandbytes stores and multiplies them: its tensors, its kernels. Needs `pip install .[bnb]`."""
 
 import importlib
-import logging
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from compress.formats.base import Format
 from compress.formats.stored import Stored
 from kernels.registry import ran
+from kernels.support.errors import errors_only
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED = 256  # scales of blocks that share a scale
@@ -24,18 +24,14 @@ def library() -> ModuleType:
         ValueError: the package is not installed, or is too old.
     """
     # Beside its own CPU kernel it also looks for PyPI's package `kernels`, which has the same name as ours.
-    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    level = log.level
-    log.setLevel(logging.ERROR)
     try:
-        bnb = importlib.import_module("bitsandbytes")
-        importlib.import_module("bitsandbytes.functional")
+        with errors_only("bitsandbytes.backends.cpu.ops"):
+            bnb = importlib.import_module("bitsandbytes")
+            importlib.import_module("bitsandbytes.functional")
     except ImportError:
         raise ValueError(
             "bitsandbytes is not installed; `pip install bitsandbytes` or `pip install .[bnb]` works"
         ) from None
-    finally:
-        log.setLevel(level)
     if not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
         raise ValueError(f"bitsandbytes {bnb.__version__} is too old; 0.50 works")
     return bnb
@@ -64,6 +60,7 @@ class BnbNF4(_Bitsandbytes):
     """
 
     name: ClassVar[str] = "bnb_nf4"
+    settings: ClassVar[tuple[str, ...]] = ("blocksize",)
 
     def __init__(self, shape: tuple[int, int], blocksize: int, tensors: dict[str, Tensor]) -> None:
         super().__init__()
@@ -127,14 +124,6 @@ class BnbNF4(_Bitsandbytes):
             self.codes, _ = library().functional._convert_weight_packed_for_cpu(self.codes, state)
             self.packed_absmax = state.absmax  # bfloat16 [in / blocksize, out]
         self.layout = layout
-
-    def spec(self) -> dict[str, Any]:
-        return self.spec_of(self.shape, self.blocksize)
-
-    @classmethod
-    def spec_of(cls, shape: tuple[int, int], blocksize: int) -> dict[str, Any]:
-        """The `spec()` of a weight of this shape."""
-        return {"format": cls.name, "shape": list(shape), "blocksize": blocksize}
 
     @classmethod
     def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
@@ -201,6 +190,7 @@ class BnbInt8(_Bitsandbytes):
     """
 
     name: ClassVar[str] = "bnb_int8"
+    settings: ClassVar[tuple[str, ...]] = ("threshold",)
     activation_bits: int | None = 8
 
     def __init__(self, CB: Tensor, SCB: Tensor, threshold: float) -> None:
@@ -232,14 +222,6 @@ class BnbInt8(_Bitsandbytes):
         else:
             y = ops.int8_scaled_mm(CA, self.CB, SCA, self.SCB, dtype=x.dtype)
         return y.view(*x.shape[:-1], self.shape[0])
-
-    def spec(self) -> dict[str, Any]:
-        return self.spec_of(self.shape, self.threshold)
-
-    @classmethod
-    def spec_of(cls, shape: tuple[int, int], threshold: float) -> dict[str, Any]:
-        """The `spec()` of a weight of this shape."""
-        return {"format": cls.name, "shape": list(shape), "threshold": threshold}
 
     @classmethod
     def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:

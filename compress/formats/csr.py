@@ -23,6 +23,7 @@ class CsrWeight(AsStored):
     """
 
     name: ClassVar[str] = "csr"
+    settings: ClassVar[tuple[str, ...]] = ("entries",)
     exact: ClassVar[bool] = True
 
     def __init__(self, shape: tuple[int, int], values: Tensor, columns: Tensor, counts: Tensor) -> None:
@@ -52,13 +53,10 @@ class CsrWeight(AsStored):
         offsets = torch.nn.functional.pad(self.counts.cumsum(0), (1, 0)).int()
         return {"values_wide": self.values.float(), "columns_wide": self.columns.int(), "offsets": offsets}
 
-    def spec(self) -> dict[str, Any]:
-        return self.spec_of(self.shape, entries=len(self.values))
-
-    @classmethod
-    def spec_of(cls, shape: tuple[int, int], *, entries: int) -> dict[str, Any]:
-        """The `spec()` of a weight of this shape with this number of stored entries."""
-        return {"format": cls.name, "shape": list(shape), "entries": entries}
+    @property
+    def entries(self) -> int:
+        """The number of stored entries."""
+        return len(self.values)
 
     @classmethod
     def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:

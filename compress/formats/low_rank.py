@@ -22,6 +22,7 @@ class LowRankWeight(AsStored):
     """
 
     name: ClassVar[str] = "low_rank"
+    settings: ClassVar[tuple[str, ...]] = ("rank", "bits")
     exact: ClassVar[bool] = True
 
     def __init__(self, left: Tensor, right: Tensor, scale: Tensor | None = None) -> None:
@@ -52,14 +53,6 @@ class LowRankWeight(AsStored):
     def lay_out(self, dtype: torch.dtype) -> dict[str, Tensor]:
         left = self.left if self.scale is None else self.left * self.scale
         return {"left_floats": left.to(dtype), "right_floats": self.right.to(dtype)}
-
-    def spec(self) -> dict[str, Any]:
-        return self.spec_of(self.shape, rank=self.rank, bits=self.bits)
-
-    @classmethod
-    def spec_of(cls, shape: tuple[int, int], *, rank: int, bits: int) -> dict[str, Any]:
-        """The `spec()` of a weight of this shape; the rank is at most its smaller side."""
-        return {"format": cls.name, "shape": list(shape), "rank": min(rank, *shape), "bits": bits}
 
     @classmethod
     def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:

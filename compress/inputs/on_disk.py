@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from compress.checkpoint.files import check_filled
+from compress.checkpoint.files import check_filled, take_generation_config
 from compress.checkpoint.on_disk import tensors_of
 from compress.checkpoint.tied import differ, set_tied, settle_tying
 from compress.classes import auto_class
@@ -55,8 +55,7 @@ def load_on_disk(folder: Path, dtype: torch.dtype, *, home: str, offload_path: s
             f"`weights` (='disk') casts every weight, to {dtype} here, and {type(model).__name__} keeps {kept[0]} in "
             "float32; dtype='float32' works"
         )
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    take_generation_config(model, folder)
     offload(model, where, home=home, folder=WorkFolder(offload_path))
     settle_tying(model)
     _check_look_up(model, home)

@@ -68,12 +68,15 @@ class CacheBatch(Cache):
             keys: the keys that each cache's `update` returned. given: the keys that `update` here returned.
         """
         ys = []
-        for i, (cache, own) in enumerate(zip(self.caches, keys, strict=True)):
-            one = None if mask is None else mask[i : i + 1] if len(mask) > 1 else mask
+        for i, (cache, own, one) in enumerate(zip(self.caches, keys, self._masks(mask), strict=True)):
             # A changed key is passed on, so that the layer refuses it, as it does outside of a batch.
             own = own if key is given else key[i : i + 1]
             ys.append(cache._attend(cache.layers[layer_idx], module, q[i : i + 1], own, one, **about))
         return torch.cat(ys)
+
+    def _masks(self, mask: Tensor | None) -> Sequence[Tensor | None]:
+        """The mask of each cache's row."""
+        return [None] * len(self.caches) if mask is None else mask.expand(len(self.caches), -1, -1, -1).split(1)
 
     def _attend_again(
         self,
@@ -86,11 +89,8 @@ class CacheBatch(Cache):
         **about: Any,
     ) -> Tensor:
         """Attention of a later layer that reads this layer's keys and values, of which each cache has `given`."""
-        ys = []
-        for i, (cache, (k, v)) in enumerate(zip(self.caches, given, strict=True)):
-            one = None if mask is None else mask[i : i + 1] if len(mask) > 1 else mask
-            ys.append(cache.layers[layer_idx].attend_beside(q[i : i + 1], k, v, one, about))
-        return torch.cat(ys)
+        rows = zip(self.caches, q.split(1), given, self._masks(mask), strict=True)
+        return torch.cat([cache.layers[layer_idx].attend_beside(x, *kv, one, about) for cache, x, kv, one in rows])
 
     def end(self) -> None:
         """Finish a pass."""

@@ -51,6 +51,7 @@ class CacheMethod(Method):
     # One of the four slots of a cache: the positions that stay (policy), the channels that are kept of them
     # (projecting), their form of storage (storage), and the positions that a query reads (reading).
     slot: ClassVar[str]
+    decides: ClassVar[str]  # what the methods of the slot decide, for the message that refuses two of them
     turns: ClassVar[bool] = False  # whether it turns rotated keys or queries back, which not every model permits
     joins: ClassVar[bool] = False  # whether `join` changes the layers' slabs after a prompt
 
@@ -61,6 +62,12 @@ class CacheMethod(Method):
 
     def apply(self, model: nn.Module, batches=(), context=None) -> list:
         return []
+
+    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
+        for other in (*before, *after):
+            if isinstance(other, CacheMethod) and other.slot == self.slot:
+                raise ValueError(f"`recipe`: {self} and {other} both decide {self.decides}; keep one")
+        return self
 
     def check(self, model: nn.Module) -> None:
         check_model(model)
@@ -121,17 +128,16 @@ class Storage(CacheMethod):
     """How the positions that stay are stored."""
 
     slot: ClassVar[str] = "storage"
+    decides: ClassVar[str] = "how positions are stored"
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
         for other in (*before, *after):
-            if isinstance(other, Storage):
-                raise ValueError(f"`recipe`: {self} and {other} both decide how positions are stored; keep one")
             if self.lesser is not None and other.stage == self.stage and other.slot in ("policy", "reading"):
                 raise ValueError(
                     f"`recipe`: {self} stores positions apart, by the attention that they get, and {other} needs all "
                     "positions in one tensor; leave one out"
                 )
-        return self
+        return super().within(before, after)
 
     @property
     def precision(self) -> Precision:
@@ -154,11 +160,7 @@ class Projecting(CacheMethod):
     """Chooses the channels in which keys and values are kept."""
 
     slot: ClassVar[str] = "projecting"
-
-    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
-        if others := [other for other in (*before, *after) if isinstance(other, Projecting)]:
-            raise ValueError(f"`recipe`: {self} and {others[0]} both decide which channels are kept; keep one")
-        return self
+    decides: ClassVar[str] = "which channels are kept"
 
     def projection(self, layer: int) -> Projection | None:
         """The projection of the layer with this number; None for a layer that keeps no keys."""
@@ -195,6 +197,7 @@ class Policy(CacheMethod):
     decoding: bool = knob(False, "evict while text is generated too, every eighth of the budget (8 tokens at least)")
 
     slot: ClassVar[str] = "policy"
+    decides: ClassVar[str] = "which positions stay"
     reference: ClassVar[bool] = False  # whether it is a baseline that other policies must beat
     window: ClassVar[int] = 0  # number of queries that `scores` (while text is generated) or `read_again` reads
     remembers: ClassVar[bool] = False  # whether the policy keeps a number for each position
@@ -255,9 +258,3 @@ class Policy(CacheMethod):
     def target(self, tokens: Tensor) -> Tensor:
         """The number of positions of a row that stay, given the number of `tokens` [B] that it has seen."""
         return tokens_of(self.budget, tokens)
-
-    def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
-        for other in (*before, *after):
-            if isinstance(other, Policy):
-                raise ValueError(f"`recipe`: {self} and {other} both decide which positions stay; keep one")
-        return self

@@ -110,7 +110,7 @@ class Seen:
         if self.mass is not None:
             return self.mass
         if "summed" not in self.known:
-            self.known["summed"] = self._over_queries(
+            self.known["summed"] = self.over_queries(
                 lambda before, piece: before + piece.attention(len(piece.asked[0])).sum((2, 3))
             )
         return self.known["summed"]
@@ -118,13 +118,13 @@ class Seen:
     def largest_attention(self, first: int | None = None) -> Tensor:
         """The largest attention that each position, or each of the `first` ones, got from any query and any head that
         shares its kv head, [B, H_kv, T]."""
-        return self._over_queries(lambda before, piece: torch.maximum(before, piece._largest(before.shape[2])), first)
+        return self.over_queries(lambda before, piece: torch.maximum(before, piece._largest(before.shape[2])), first)
 
     def _largest(self, first: int) -> Tensor:
         """`largest_attention` of all queries at once."""
         return self.attention(self.queries.shape[2])[..., :first].amax((2, 3))
 
-    def _over_queries(self, add: Callable[[Tensor, "Seen"], Tensor], first: int | None = None) -> Tensor:
+    def over_queries(self, add: Callable[[Tensor, "Seen"], Tensor], first: int | None = None) -> Tensor:
         """The result [B, H_kv, first or all T] of `add(result so far, piece)` over all pieces of the queries."""
         count, (B, H, T, _) = self.queries.shape[2], self.keys.shape
         total = torch.zeros(B, H, T if first is None else min(first, T), device=self.keys.device)

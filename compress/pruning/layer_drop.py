@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from compress.dropped import decoding_error, drop_block, drop_part, parts_of, undone_if_refused
+from compress.dropped import decoding_error, drop_block, drop_part, parts_of
 from compress.fewer_blocks import without_blocks
 from compress.linear import parameter_count, replace
 from compress.method import Method, knob
@@ -131,10 +131,9 @@ class LayerDrop(Method):
             before = decoding_error(model, prompt)
         except Exception:  # this model cannot decode, whole or not; whether it runs shows below
             before = float("inf")
-        with undone_if_refused(model):
-            records = self._drop(model, batches, context.device)
-            if before < float("inf"):
-                self._check_decoding(model, prompt, before)
+        records = self._drop(model, batches, context.device)
+        if before < float("inf"):
+            self._check_decoding(model, prompt, before)
         return records
 
     def _drop(self, model: nn.Module, batches: Sequence[Tensor], device: torch.device) -> list[DropRecord]:

@@ -20,7 +20,7 @@ from compress.walk.blocks import check_experts, find_blocks, targets
 from compress.walk.capture import Call, advance, block_calls, on_device
 from compress.walk.context import Context
 from compress.walk.experts import split_experts
-from compress.walk.folds.checks import difference, logits_of, show_largest, tolerance
+from compress.walk.folds.checks import difference, logits_of, moved_logits, show_largest, tolerance
 from compress.walk.folds.links import made_up_batch
 from compress.walk.groups import input_groups
 from compress.walk.parallel.ranks import current, progress_bar
@@ -183,13 +183,9 @@ class FlatQuant(Method):
                 folds += _FlattenedBlock(self, model, index, inside, context.device).flattened(calls, context.store)
                 layers += [dense_record(model, name, note) for name in inside]
             progress.set_postfix_str(folds[-1].notes[-1] if folds and folds[-1].notes else "")
-        moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])
-        if not moved <= most:
-            raise RuntimeError(
-                f"{self.name}: the outputs of all blocks are unchanged, but the model's logits differ by {moved:.1e} "
-                f"(at most {most:.0e}): something outside the blocks uses a weight that was changed; load the model "
-                "again"
-            )
+        why = "something outside the blocks uses a weight that was changed; load the model again"
+        if problem := moved_logits(model, before, blocks[0], self.name, why):
+            raise RuntimeError(problem)
         return [*show_largest(folds), *layers]
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compress.linear import StandIn
 from compress.transforms import Kronecker
 from compress.transforms.kronecker import kronecker
 from compress.transforms.rotation import random_hadamard, random_orthogonal
@@ -95,19 +96,13 @@ class Flat(nn.Module):
         return Kronecker(self.P1, self.P2, self.scale)
 
 
-class FlatLinear(nn.Module):
+class FlatLinear(StandIn):
     """Stands for a linear while the transform of its input is trained."""
 
     def __init__(self, linear: nn.Module, W: Tensor, flat: Flat, aim: Aim) -> None:
-        super().__init__()
+        super().__init__(linear)  # blocks may read the dtype of a linear's weight
         self.linear, self.flat, self.aim = linear, flat, aim
         self.original, self.W = W, W
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("linear"), name)  # blocks may read the dtype of a linear's weight
 
     def prepare(self) -> None:
         """Compute the weight that passes use until the next call of this."""

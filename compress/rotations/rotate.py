@@ -22,7 +22,7 @@ from compress.walk.blocks import find_blocks, shared_linears, targets
 from compress.walk.capture import Call, block_calls, device_of, on_device, run_block
 from compress.walk.context import Context
 from compress.walk.experts import split_experts
-from compress.walk.folds.checks import difference, logits_of, show_largest, tolerance
+from compress.walk.folds.checks import difference, logits_of, moved_logits, show_largest, tolerance
 from compress.walk.folds.links import Link, find_links, made_up_batch
 from compress.walk.offload import is_offloaded
 from compress.walk.parallel.ranks import progress_bar
@@ -143,12 +143,9 @@ class Rotate(Method):
                 records += self._block(model, plan, index, calls[0], device)
         if plan.rotations.stream is not None:
             rotate_stream(model, blocks, plan.rotations.stream.to(device_of(model)))
-        moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])
-        if not moved <= most:
-            raise RuntimeError(
-                f"{self.name}: the outputs of all blocks are unchanged, but the model's logits differ by {moved:.1e} "
-                f"(at most {most:.0e}): something outside the blocks reads what was rotated; load the model again"
-            )
+        why = "something outside the blocks reads what was rotated; load the model again"
+        if problem := moved_logits(model, before, blocks[0], self.name, why):
+            raise RuntimeError(problem)
         return [
             *show_largest(records),
             *(dense_record(model, name, "its input is rotated while the model runs") for name in plan.left),

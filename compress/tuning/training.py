@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.linear import CompressedLinear, met_by
+from compress.linear import CompressedLinear, StandIn, met_by
 from compress.walk.capture import Call, run_block
 
 
@@ -36,7 +36,7 @@ class Schedule:
     dtype: torch.dtype | None = None
 
 
-class TrainedLinear(nn.Module):
+class TrainedLinear(StandIn):
     """Stands for a compressed linear while it is trained; parts that cannot be trained do not change.
 
     Args:
@@ -45,7 +45,7 @@ class TrainedLinear(nn.Module):
     """
 
     def __init__(self, linear: CompressedLinear, original: Tensor, schedule: Schedule) -> None:
-        super().__init__()
+        super().__init__(linear)  # blocks may read the dtype of a linear's weight
         self.linear, self.dtype = linear, schedule.dtype
         self.views: dict[int, nn.Module] = {}  # by the number of the part
         fixed = [part.dequantize() for part in linear.parts if part.trainable() is None]
@@ -59,12 +59,6 @@ class TrainedLinear(nn.Module):
                     kept = part.dequantize() != 0
                     view.offsets.register_hook(lambda grad, kept=kept: grad * kept)
         self.W: Tensor | None = None
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("linear"), name)  # blocks may read the dtype of a linear's weight
 
     def prepare(self) -> None:
         """Compute the weight that passes use until the next call of this."""

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
+from compress.linear import StandIn
 from compress.walk.finite import check_activations, is_finite
 from compress.walk.parallel.places import SLICES, Place, places
 from compress.walk.parallel.ranks import current
@@ -146,7 +147,7 @@ def micro_batches(batches: Sequence[Tensor]) -> list[Tensor]:
     return [torch.cat(group) for group in stacked]
 
 
-class _BlockRecorder(nn.Module):
+class _BlockRecorder(StandIn):
     """Stands in a block's place, records the arguments that the model passes, and returns its input unchanged."""
 
     def __init__(
@@ -160,16 +161,9 @@ class _BlockRecorder(nn.Module):
         first: bool,
         last: bool,
     ) -> None:
-        super().__init__()
-        object.__setattr__(self, "block", block)  # not a submodule: nothing may move or count it here
+        super().__init__(block)
         self.calls, self.latest, self.returned, self.passed = calls, latest, returned, passed
         self.first, self.last = first, last
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(object.__getattribute__(self, "block"), name)
 
     def forward(self, *args, **kwargs):
         hidden, args, kwargs = _take_hidden(args, kwargs)
@@ -355,19 +349,12 @@ class Tail:
                 self.blocks[n] = block
 
 
-class _Given(nn.Module):
+class _Given(StandIn):
     """Stands in a block's place and gives this output, whatever the input."""
 
     def __init__(self, block: nn.Module, output: object) -> None:
-        super().__init__()
-        object.__setattr__(self, "block", block)  # not a submodule
+        super().__init__(block)
         self.output = output
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(object.__getattribute__(self, "block"), name)
 
     def forward(self, *args, **kwargs):
         return self.output

@@ -124,6 +124,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | OnDisk]) -> None:
     Raises:
         OSError: the disk is full, or the folder cannot be written.
     """
+    tensors = dict(sorted(tensors.items(), key=lambda one: -one[1].dtype.itemsize))  # so that all of them are aligned
     header, start = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in tensors.items():
         end = start + tensor.nbytes

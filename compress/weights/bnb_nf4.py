@@ -42,7 +42,7 @@ class BitsandbytesNF4(LayerwiseMethod):
             )
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:
-        return [BnbNF4.spec_of(shape, self.blocksize)]
+        return [BnbNF4.spec_of(shape, blocksize=self.blocksize)]
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         return [BnbNF4.from_weight(W, blocksize=self.blocksize, double_quant=self.double_quant)]

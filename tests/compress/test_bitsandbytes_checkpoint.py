@@ -117,8 +117,8 @@ def test_one_configuration_holds_for_all_linears(tiny):
     model = tiny("llama", **ALIGNED)
     up, down = (128, 64), (64, 128)
     for one, other in [
-        (BnbNF4.spec_of(up, 64), BnbInt8.spec_of(down, 6.0)),
-        (BnbInt8.spec_of(up, 0.0), BnbInt8.spec_of(down, 6.0)),
+        (BnbNF4.spec_of(up, blocksize=64), BnbInt8.spec_of(down, threshold=6.0)),
+        (BnbInt8.spec_of(up, threshold=0.0), BnbInt8.spec_of(down, threshold=6.0)),
     ]:
         stored = {"model.layers.0.mlp.up_proj": one, "model.layers.0.mlp.down_proj": other}
         linears = {name: CompressedLinear.spec_of([part], bias=False) for name, part in stored.items()}

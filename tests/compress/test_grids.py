@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as GGML
 
 from compress import METHODS, apply, load_compressed, load_model, save_compressed
 from compress.checkpoint.gguf.types import encode, grid_of
-from compress.floats import E2M1, E4M3, E5M2, FLOATS, ROUNDINGS, Float, float_named
+from compress.floats import E2M1, E4M3, E5M2, FLOATS, float_named
 from compress.formats import FORMATS
 from compress.formats.scales import INTEGERS, SCALE_KINDS, super_groups
 from compress.grid.grids import GRIDS, TABLES, Table, make_grid, scale_rule
@@ -284,15 +284,10 @@ def test_directed_and_stochastic_rounding():
     below = values[torch.searchsorted(values, x.clamp(-6, 6), right=True) - 1]
     assert torch.equal(up[inside], above[inside]) and torch.equal(down[inside], below[inside])
     assert torch.equal(zero, torch.where(x > 0, below, above))
-    assert torch.equal(E2M1.round(x, saturate=False).isinf(), x.abs() >= 7)
     drawn = torch.stack([E2M1.round(torch.full((1000,), 2.25), "stochastic", seed=s) for s in range(5)])
     assert set(drawn.unique().tolist()) == {2.0, 3.0} and drawn.mean() == pytest.approx(2.25, abs=0.05)
     with pytest.raises(ValueError, match="`rounding`"):
         E2M1.round(x, "odd")
-    coarse = Float(3, 2, subnormals=False)
-    assert coarse.values().abs()[coarse.values() != 0].min() == 2.0**-2
-    for rounding in ROUNDINGS:
-        assert torch.isin(coarse.round(torch.randn(500), rounding).abs(), coarse.values().abs()).all()
     assert float_named("e4m3") is E4M3 and float_named("e5m2") is E5M2 and float_named("int4") is None
     assert float_named("e5m10").largest == 65504 and float_named("e8m7").largest == torch.finfo(torch.bfloat16).max
 

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from compress import METHODS, apply
 from compress.commands.train_kvzap import examples, train
 from compress.kv import CompressedCache, attach, attached
-from compress.kv.learned.networks import fit, scorers
+from compress.kv.learned.networks import by_layer, fit, scorers
 from compress.kv.storage import joined
 
 
@@ -48,7 +48,7 @@ def test_examples_are_what_attention_reads_and_kvzip_scores(tiny, tokens):
     with attached(model, [METHODS["kvzip"](budget=1.0)]) as attachment:
         cache = attachment.cache()
         read(model, cache, ids)
-    for layer, (hidden, target) in examples(model, [ids]).items():
+    for layer, (hidden, target) in by_layer(examples(model, [ids])).items():
         assert_close(hidden.float(), inputs[layer], rtol=1e-2, atol=1e-2)
         assert_close(target, cache.own[layer].memory.view[0].T.clamp(min=1e-6).log(), rtol=1e-4, atol=1e-4)
 

@@ -6,9 +6,10 @@ from torch.testing import assert_close
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from compress import METHODS
-from compress.commands import train_costs
+from compress.commands import options, train_costs
 from compress.commands.train_costs import LEFT, costs, examples, train
-from compress.kv import attached
+from compress.kv import attached, seen
+from compress.kv.learned.networks import by_layer
 
 
 def test_a_cost_is_how_far_an_output_moves_times_the_slope_of_the_loss(tiny, tokens):
@@ -85,7 +86,7 @@ def test_examples_are_of_layers_that_keep_all_positions(tiny, tokens, architectu
     with attached(model) as attachment:
         cache = attachment.cache()
         model(ids, past_key_values=cache)
-    found = examples(model, [ids, ids])
+    found = by_layer(examples(model, [ids, ids]))
     assert sorted(found) == [layer.number for layer in cache.filled]
     for number, (hidden, target) in found.items():
         heads = cache.layers[number].lengths.shape[1]
@@ -97,7 +98,7 @@ def test_examples_are_of_layers_that_keep_all_positions(tiny, tokens, architectu
 def test_pieces_of_queries_are_all_of_them(tiny, tokens, monkeypatch):
     model, ids = tiny("llama"), tokens(1, 40)[0]
     whole = costs(model, ids)
-    monkeypatch.setattr(train_costs, "ROWS", 7)
+    monkeypatch.setattr(seen, "ON_CPU", (1, 7))
     for number, (_, cost) in costs(model, ids).items():
         assert_close(cost, whole[number][1])
 
@@ -106,7 +107,7 @@ def test_the_command_joins_texts_of_corpora(tmp_path, monkeypatch, capsys):
     """So many of each, and the target that was named."""
     given, out = [], tmp_path / "attention.safetensors"
     monkeypatch.setattr(train_costs, "train", lambda _, *more: given.append(more) or {0: (0.5, 0.5)})
-    monkeypatch.setattr(train_costs, "summary", lambda fitted: f"{len(fitted)} layers")
+    monkeypatch.setattr(options, "summary", lambda fitted: f"{len(fitted)} layers")
     file = tmp_path / "text.txt"
     file.write_text("\n\n".join(f"The {i}th word of many that are here." for i in range(400)))
     words = ["--model", "tiny", "--out", str(out), "--samples", "3", "--seqlen", "20", "--target", "attention"]

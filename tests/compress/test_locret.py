@@ -10,7 +10,7 @@ from compress import METHODS, apply
 from compress.commands.train_kvzap import train as train_kvzap
 from compress.commands.train_locret import examples, smooth_loss, train
 from compress.kv import attach, attached
-from compress.kv.learned.networks import scorers
+from compress.kv.learned.networks import by_layer, scorers
 
 LOCRET = METHODS["locret"]
 
@@ -57,7 +57,7 @@ def test_networks_see_what_is_projected(tiny, tokens):
     """Turned back from RoPE."""
     model, ids = tiny("llama"), tokens(1, 40)[0]
     rows = projected(model, ids)
-    for layer, (inputs, target) in examples(model, [ids]).items():
+    for layer, (inputs, target) in by_layer(examples(model, [ids])).items():
         assert inputs.shape == (24, 64 + 2 * 32) and target.shape == (24, 2)  # 30 tokens of a prompt, in whole spans
         assert_close(inputs.float(), torch.cat(rows[layer], -1)[:24], rtol=1e-2, atol=1e-2)
 
@@ -70,7 +70,7 @@ def test_labels_are_the_largest_logits_of_any_head_and_answer_token(tiny, tokens
     hook.remove()
     q, k, _ = (x.unflatten(1, (4, 16)).transpose(0, 1) for x in rows[0].split(64, 1))  # [H, T, D]
     expected = (q[:, 30:] @ k[:, :24].mT).amax(1).T / 4
-    assert_close(examples(model, [ids])[1][1], expected, rtol=1e-4, atol=1e-4)
+    assert_close(by_layer(examples(model, [ids]))[1][1], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_scores_of_neighbours_are_held_together():

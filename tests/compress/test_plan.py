@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from compress import METHODS, apply
-from compress.apply import run, run_each
+from compress.apply import run
 from compress.inputs.skeleton import skeleton
 from compress.kv import identity
 from compress.linear import CompressedLinear
@@ -58,28 +58,15 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_has_changed_since_it_was_planned_is_not_compressed(change, tiny, tokens):
-    """The record would name the weights and the tokens of the plan. The same holds for each of several plans."""
+    """The record would name the weights and the tokens of the plan."""
     model, batches = tiny("llama"), tokens(4, 30)
     model.model.layers[0].register_buffer("steps", torch.zeros(1))
     early = plan(GPTQ, model, batches)
     change(model, batches)
     before, late = makeup(model), plan("rtn(group_size=16)", model)
-    for call in (lambda: run(early), lambda: run_each({"late": late, "early": early})):
-        with pytest.raises(ValueError, match="changed since"):
-            call()
+    with pytest.raises(ValueError, match="changed since"):
+        run(early)
     assert makeup(model) == before and run(late).model is model
-
-
-def test_plans_that_run_together_are_for_one_model_and_calibrated_alike(tiny, tokens):
-    model, batches = tiny("llama"), tokens(4, 30)
-    one, once, other = (
-        plan(GPTQ, model, batches),
-        plan(GPTQ, model, batches, calibrate="once"),
-        plan(GPTQ, tiny("llama"), batches),
-    )
-    for second, name in ((once, "calibrate"), (other, "model")):
-        with pytest.raises(ValueError, match=f"differ in `{name}`"):
-            run_each({"one": one, "two": second})
 
 
 @pytest.mark.parametrize("call", [True, False], ids=["called in it", "a model that was made in it"])

@@ -1,6 +1,5 @@
 """GGUF: one file for llama.cpp with our codes in its blocks, tensor by tensor in the smallest type that holds them."""
 
-import logging
 import re
 from collections import Counter
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from compress.checkpoint.tied import true_config
 from compress.checkpoint.verify import prompts
 from compress.embedding import compressed_embeddings
 from compress.linear import compressed_linears, replace
+from kernels.support.errors import errors_only
 from kernels.support.modes import evaluating
 
 FLOATS = (GGML.F32, GGML.F16, GGML.BF16)
@@ -189,7 +189,7 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, str, l
         RuntimeError: the logits differ by more than rounding to 16 bits explains.
     """
     model, name = checkpoint.model, file_name(checkpoint)
-    with _quiet():
+    with errors_only("transformers"):  # no advice on packed weights
         config = AutoConfig.from_pretrained(folder, gguf_file=name)
         ours = true_config(model)
         missed = _not_read(ours, config)
@@ -278,7 +278,7 @@ def _compare_tokens(checkpoint: Checkpoint, folder: Path) -> list[str]:
     tokenizer, vocabulary = checkpoint.tokenizer, _vocabulary(checkpoint)
     if tokenizer is None or "tokenizer.ggml.tokens" not in vocabulary.fields:
         return list(vocabulary.remarks)
-    with _quiet():
+    with errors_only("transformers"):  # no advice on packed weights
         again = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file_name(checkpoint))
     theirs = again.get_vocab()
     moved = [text for text, number in tokenizer.get_vocab().items() if theirs.get(text, number) != number]
@@ -293,18 +293,6 @@ def _compare_tokens(checkpoint: Checkpoint, folder: Path) -> list[str]:
         f"transformers' GGUF reader splits {other[0]!r} otherwise than the model's tokenizer; llama.cpp goes by the "
         f"pre-tokeniser that the file names ({pre})",
     ]
-
-
-@contextmanager
-def _quiet():
-    """Suppress the reader's advice on packed weights."""
-    log = logging.getLogger("transformers")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def _remarks(checkpoint: Checkpoint, tally: _Tally) -> list[str]:

@@ -12,9 +12,7 @@ are listed under `llm_int8_skip_modules`, for 4 bits, too.
 """
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +25,7 @@ from transformers import BitsAndBytesConfig
 from compress.checkpoint.interop.experts import expert_shapes
 from compress.checkpoint.interop.transformers_config import (
     linear_names,
+    load_complete,
     other_tensors,
     problem_for_transformers,
     problem_of_quantised,
@@ -40,6 +39,10 @@ from compress.classes import auto_class
 from compress.formats import BnbInt8, BnbNF4
 from compress.formats.bnb import NESTED
 from compress.linear import CompressedLinear, compressed_linears
+from kernels.support.errors import errors_only
+
+# Both libraries log a line for each linear that is dequantised or rounds its inputs.
+LOGS = ("bitsandbytes.autograd", "transformers.integrations.bitsandbytes")
 
 
 class Bitsandbytes(SaveFormat):
@@ -93,7 +96,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=16)[0]))
 
     def verify(self, checkpoint: Checkpoint, folder: Path) -> Verification:
         model = checkpoint.model
-        with _without_warnings():
+        with errors_only(*LOGS):
             # Of a copy of its own: on some CPUs, a pass leaves rounded scales in 4-bit linears.
             plain = _load(folder, model).dequantize(model.dtype)
             compare_weights(model, plain)
@@ -167,28 +170,5 @@ def _load(folder: Path, model: nn.Module) -> nn.Module:
     Raises:
         RuntimeError: tensors are missing, or there are too many.
     """
-    loaded, info = auto_class(plain_config(folder)).from_pretrained(
-        folder,
-        dtype=model.dtype,
-        device_map={"": next(model.parameters()).device},
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[problem]:
-            raise RuntimeError(f"transformers reports {problem} of the saved model: {sorted(info[problem])[:3]}")
-    return loaded.eval()
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Without the lines that both libraries log for each linear that is dequantised or rounds its inputs."""
-    logs = [logging.getLogger(name) for name in ("bitsandbytes.autograd", "transformers.integrations.bitsandbytes")]
-    levels = [log.level for log in logs]
-    try:
-        for log in logs:
-            log.setLevel(logging.ERROR)
-        yield
-    finally:
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)
+    where = {"device_map": {"": next(model.parameters()).device}}
+    return load_complete(auto_class(plain_config(folder)), folder, dtype=model.dtype, **where).eval()

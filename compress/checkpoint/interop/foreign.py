@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
-from compress.checkpoint.files import CONFIG, fill, reading
+from compress.checkpoint.files import CONFIG, fill, reading, take_generation_config
 from compress.checkpoint.interop.experts import StoredNames, expert_shapes
 from compress.checkpoint.interop.schemes import PACKED, Scheme, groups_of, scheme_for
 from compress.checkpoint.interop.words import bytes_of_words, from_words
@@ -101,8 +100,7 @@ def load_quantized(folder: Path, dtype: torch.dtype) -> nn.Module:
             stacklevel=2,
         )
     fill(model, {n: t.to(dtype) if t.is_floating_point() else t for n, t in plain.items()})
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    take_generation_config(model, folder)
     refuse_save_pretrained(model)
     return model.eval().requires_grad_(False)
 

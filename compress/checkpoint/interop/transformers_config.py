@@ -8,10 +8,9 @@ from typing import Any
 import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
-from compress.checkpoint.files import fill
+from compress.checkpoint.files import fill, take_generation_config
 from compress.checkpoint.load import plain_config
 from compress.checkpoint.save_format import Checkpoint
 from compress.checkpoint.tied import stored_once, true_config
@@ -66,6 +65,19 @@ def problem_of_quantised(model: nn.Module, names: Sequence[str]) -> str:
     return ""
 
 
+def load_complete(kind: Any, folder: Path | None, **more: Any) -> nn.Module:
+    """The model that a class of transformers loads.
+
+    Raises:
+        RuntimeError: tensors are missing, or there are too many.
+    """
+    loaded, info = kind.from_pretrained(folder, trust_remote_code=False, output_loading_info=True, **more)
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[problem]:
+            raise RuntimeError(f"transformers reports {problem} of the saved model: {sorted(info[problem])[:3]}")
+    return loaded
+
+
 def write_reader_configuration(checkpoint: Checkpoint, folder: Path, quantization: dict[str, Any] | None) -> None:
     """Write configuration and tokenizer, with the model's class, its dtype, and the quantisation of its weights."""
     write_configuration(checkpoint, folder)
@@ -111,6 +123,5 @@ def model_of_tensors(kind: type[nn.Module], folder: Path, tensors: Mapping[str, 
     with init_empty_weights(include_buffers=False):
         model = kind(plain_config(folder))
     fill(model, tensors)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    take_generation_config(model, folder)
     return model.eval().requires_grad_(False)

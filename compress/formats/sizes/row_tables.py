@@ -21,6 +21,7 @@ class RowTables(AsStored):
     """
 
     name: ClassVar[str] = "row_tables"
+    settings: ClassVar[tuple[str, ...]] = ("bits", "least")
 
     def __init__(self, shape: tuple[int, int], codes: Tensor, tables: Tensor, *, bits: int, least: int) -> None:
         super().__init__()
@@ -63,14 +64,6 @@ class RowTables(AsStored):
             return {"table": table}
         codes = pack_bits(unpack_bits(self.codes, self.bits, self.shape[1]), LEAST)
         return {"table": table.repeat(1, 1 << (LEAST - self.bits)), "wider": codes}
-
-    def spec(self) -> dict[str, Any]:
-        return self.spec_of(self.shape, bits=self.bits, least=self.least)
-
-    @classmethod
-    def spec_of(cls, shape: tuple[int, int], *, bits: int, least: int) -> dict[str, Any]:
-        """The `spec()` of a weight of this shape."""
-        return {"format": cls.name, "shape": list(shape), "bits": bits, "least": least}
 
     @classmethod
     def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:

@@ -30,6 +30,7 @@ class SignStack(AsStored):
     """
 
     name: ClassVar[str] = "sign_stack"
+    settings: ClassVar[tuple[str, ...]] = ("rank", "blocks")
 
     def __init__(self, shape: tuple[int, int], signs: Tensor, left: Tensor, right: Tensor, gains: Tensor) -> None:
         super().__init__()
@@ -83,14 +84,6 @@ class SignStack(AsStored):
 
     def lay_out(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return {}
-
-    def spec(self) -> dict[str, Any]:
-        return self.spec_of(self.shape, rank=self.rank, blocks=self.blocks)
-
-    @classmethod
-    def spec_of(cls, shape: tuple[int, int], *, rank: int, blocks: int) -> dict[str, Any]:
-        """The `spec()` of a weight of this shape."""
-        return {"format": cls.name, "shape": list(shape), "rank": rank, "blocks": blocks}
 
     @classmethod
     def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:

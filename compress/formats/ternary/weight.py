@@ -21,6 +21,7 @@ class TernaryWeight(AsStored):
     """
 
     name: ClassVar[str] = "ternary"
+    settings: ClassVar[tuple[str, ...]] = ("p0",)  # the number of words depends on the values
 
     def __init__(
         self, shape: tuple[int, int], codes: Tensor, counts: Tensor, low: Tensor, high: Tensor, *, p0: float
@@ -51,14 +52,6 @@ class TernaryWeight(AsStored):
 
     def lay_out(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return {}
-
-    def spec(self) -> dict[str, Any]:
-        return self.spec_of(self.shape, p0=self.p0)
-
-    @classmethod
-    def spec_of(cls, shape: tuple[int, int], *, p0: float) -> dict[str, Any]:
-        """The `spec()` of a weight of this shape; its number of words depends on its values."""
-        return {"format": cls.name, "shape": list(shape), "p0": p0}
 
     @classmethod
     def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:

@@ -21,6 +21,7 @@ class TrellisWeight(AsStored):
     """
 
     name: ClassVar[str] = "trellis"
+    settings: ClassVar[tuple[str, ...]] = ("bits", "states")
 
     def __init__(
         self,
@@ -71,19 +72,9 @@ class TrellisWeight(AsStored):
     def lay_out(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return {"flips": self._signs(), "gains": self.column.float(), "factors": self.row.float()}
 
-    def spec(self) -> dict[str, Any]:
-        return self.spec_of(self.shape, bits=self.bits, states=self.states)
-
     @classmethod
-    def spec_of(cls, shape: tuple[int, int], *, bits: int, states: int) -> dict[str, Any]:
-        """The `spec()` of a weight of this shape."""
-        return {
-            "format": cls.name,
-            "shape": list(shape),
-            "bits": bits,
-            "states": states,
-            "length": length_for(shape[0]),
-        }
+    def spec_of(cls, shape: tuple[int, int], **settings: Any) -> dict[str, Any]:
+        return super().spec_of(shape, **settings, length=length_for(shape[0]))
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "TrellisWeight":

@@ -1,6 +1,6 @@
 """Small networks that score positions, one for each layer: how they are trained, written, read and checked."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from compress.kv.seen import Seen
 from compress.kv.support import keeping_layers
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Example = tuple[int, Tensor, Tensor]  # a layer, the inputs [n, inputs] and the targets [n, H_kv] of a text's tokens
 
 
 class ScoringNetwork(NamedTuple):
@@ -106,16 +107,25 @@ def _fitted(predicted: Tensor, target: Tensor) -> Fitted:
     return Fitted(1 - ((predicted - target).square().sum() / rest).item(), both.sum(0).mean().item() / count)
 
 
-def fit_all(
-    examples: Mapping[int, tuple[Tensor, Tensor]], path: str | Path, *, width: int, **more: object
-) -> dict[int, Fitted]:
+def by_layer(examples: Iterable[Example]) -> dict[int, tuple[Tensor, Tensor]]:
+    """{layer: inputs [n, inputs] in bfloat16, targets [n, H_kv]} of all texts."""
+    found: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for number, inputs, target in examples:
+        found.setdefault(number, []).append((inputs.bfloat16().cpu(), target.cpu()))
+    return {number: tuple(map(torch.cat, zip(*pairs, strict=True))) for number, pairs in found.items()}
+
+
+def fit_all(examples: Iterable[Example], path: str | Path, *, width: int, **more: object) -> dict[int, Fitted]:
     """Train a network for every layer, and write the file that a policy takes.
 
     Args:
-        examples: {layer: inputs [n, inputs], targets [n, H_kv]}. width, more: arguments of `fit`.
+        examples: of texts, layer by layer. width, more: arguments of `fit`.
+
+    Returns:
+        {layer: the accuracy of its network on tokens that were held out}
     """
     networks, fitted = {}, {}
-    for number, (inputs, target) in tqdm(examples.items(), desc="networks", unit="layer"):
+    for number, (inputs, target) in tqdm(by_layer(examples).items(), desc="networks", unit="layer"):
         networks[number], fitted[number] = fit(inputs, target, width=width, **more)
     write(networks, path)
     return fitted
@@ -128,7 +138,7 @@ def write(networks: Mapping[int, ScoringNetwork], path: str | Path) -> None:
 
 
 def summary(fitted: Mapping[int, Fitted]) -> str:
-    """The lines that a command prints about the networks of all layers."""
+    """What a command prints about the networks of all layers."""
     explained, overlap = (sum(of) / len(fitted) for of in zip(*fitted.values(), strict=True))
     least = min(one.explained for one in fitted.values())
     return f"{len(fitted)} layers, R² {explained:.3f} on average, {least:.3f} at least, top tenth {overlap:.3f}"

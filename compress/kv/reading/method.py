@@ -57,6 +57,7 @@ class Reading(CacheMethod):
     )
 
     slot: ClassVar[str] = "reading"
+    decides: ClassVar[str] = "which positions are read"
     page: ClassVar[int] = 1  # number of positions that are chosen together; a knob of some methods
     shares: ClassVar[bool] = False  # whether layers read another layer's choice; all must keep the same positions
 
@@ -112,11 +113,9 @@ class Reading(CacheMethod):
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> Method:
         for other in (*before, *after):
-            if isinstance(other, Reading):
-                raise ValueError(f"`recipe`: {self} and {other} both decide which positions are read; keep one")
             if self.shares and isinstance(other, Policy):
                 raise ValueError(
                     f"`recipe`: {self} lets layers read the positions that another layer chose, and {other} keeps "
                     "different positions in every layer; leave one out, or take a reading that chooses in every layer"
                 )
-        return self
+        return super().within(before, after)

@@ -15,7 +15,7 @@ from compress.method import Method, knob
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, advance, block_calls, on_device, run_block
 from compress.walk.context import Context
-from compress.walk.folds.checks import binned, difference, logits_of, show_largest, summary, tolerance
+from compress.walk.folds.checks import binned, difference, logits_of, moved_logits, show_largest, summary, tolerance
 from compress.walk.folds.links import made_up_batch
 from compress.walk.parallel.ranks import progress_bar
 from eval.record.compression import Channels, FoldRecord
@@ -90,12 +90,9 @@ class SmoothKeys(Method):
             with on_device(blocks[index], device):
                 record = self._block(blocks[index], links[index], f"{prefix}.{index}.", calls, index, device)
             records += [] if record is None else [record]
-        moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])
-        if not moved <= most:
-            raise RuntimeError(
-                f"{self.name}: the outputs of all blocks are unchanged, but the model's logits differ by {moved:.1e} "
-                f"(at most {most:.0e}): a module that was scaled is used elsewhere, too; load the model again"
-            )
+        why = "a module that was scaled is used elsewhere, too; load the model again"
+        if problem := moved_logits(model, before, blocks[0], self.name, why):
+            raise RuntimeError(problem)
         return show_largest(records)
 
     def _block(

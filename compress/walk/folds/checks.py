@@ -31,6 +31,21 @@ def difference(now: Tensor, before: Tensor, *, routed: bool = False) -> float:
     return (left.norm() / y.norm().clamp_min(1e-30)).item()
 
 
+def moved_logits(model: nn.Module, before: Tensor, block: nn.Module, method: str, why: str) -> str:
+    """The error's message if folds that changed the output of no block have changed the model's logits; "" if not.
+
+    Args:
+        before: the logits before the folds. block: one of the model's blocks. why: the cause, and what to do.
+    """
+    moved, most = difference(logits_of(model), before), 25 * tolerance(block)
+    if moved <= most:
+        return ""
+    return (
+        f"{method}: the outputs of all blocks are unchanged, but the model's logits differ by {moved:.1e} (at most "
+        f"{most:.0e}): {why}"
+    )
+
+
 def tolerance(block: nn.Module) -> float:
     """The allowed change of the block's output: rounding in its dtype."""
     return 1e-4 if all(p.dtype in (torch.float32, torch.float64) for p in block.parameters()) else 2e-2

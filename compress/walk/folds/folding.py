@@ -16,7 +16,16 @@ from compress.walk.capture import Call, advance, block_calls, micro_batches, on_
 from compress.walk.chain import Chain
 from compress.walk.context import Context
 from compress.walk.experts import SplitExperts, split_experts
-from compress.walk.folds.checks import binned, column_absmax, difference, logits_of, show_largest, summary, tolerance
+from compress.walk.folds.checks import (
+    binned,
+    column_absmax,
+    difference,
+    logits_of,
+    moved_logits,
+    show_largest,
+    summary,
+    tolerance,
+)
 from compress.walk.folds.links import Link, find_links, fold, links_by_block
 from compress.walk.parallel.places import Place
 from compress.walk.parallel.ranks import current, progress_bar
@@ -171,14 +180,11 @@ class FoldingMethod(Method):
             folded += chosen
             for one in chosen if saved is not None else ():
                 saved.scale(one.link.consumers, one.columns)
-        moved, most = difference(logits_of(model), before), 25 * tolerance(blocks[0])
-        if not moved <= most:
+        why = "something outside the blocks reads what was scaled; the folds were undone"
+        if problem := moved_logits(model, before, blocks[0], self.name, why):
             for one in reversed(folded):
                 fold(model, one.link, 1 / one.s)
-            raise RuntimeError(
-                f"{self.name}: the outputs of all blocks are unchanged, but the model's logits differ by {moved:.1e} "
-                f"(at most {most:.0e}): something outside the blocks reads what was scaled; the folds were undone"
-            )
+            raise RuntimeError(problem)
         return show_largest([one.record for one in folded])
 
     def _smooth(

@@ -8,8 +8,8 @@ for each recipe.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class SharedStatistics:
     folder: Path
     needs: tuple[str, ...]
     head: bool  # whether statistics of the head are needed, too
-    stays: bool  # whether later runs can use the folder
+    held: WorkFolder | None  # the folder, if it is a temporary one
 
     def statistics(
         self, model: nn.Module, batches: Sequence[Tensor], about: Sequence[Any], *, device: torch.device
@@ -68,7 +68,7 @@ class SharedStatistics:
         missing = tuple(sorted({need for found in current().gathered(saved.missing(self.needs)) for need in found}))
         if missing:
             store = saved.store_of(missing)
-            collect_statistics(model, batches, missing, store, device=device, resumable=self.stays)
+            collect_statistics(model, batches, missing, store, device=device, resumable=self.held is None)
         if self.head and find_ends(model).head and any(current().gathered(saved.head_lacks(self.needs))):
             statistics = head_statistics(model, batches, self.needs, device=device)
             columns = shape_of(model.get_output_embeddings())[1]
@@ -76,17 +76,10 @@ class SharedStatistics:
         return SavedStatistics(saved.folder, blocks)
 
 
-@contextmanager
-def shared_statistics(
-    needs: Sequence[str], work_path: str | Path | None, *, head: bool = False
-) -> Iterator[SharedStatistics]:
-    """A place for statistics in `work_path`, where they stay; without one, a temporary folder."""
-    needs = tuple(sorted(set(needs)))
-    if work_path:
-        yield SharedStatistics(Path(work_path), needs, head, stays=True)
-        return
-    folder = WorkFolder()
-    yield SharedStatistics(folder.path, needs, head, stays=False)
+def shared_statistics(needs: Sequence[str], work_path: str | Path | None, *, head: bool = False) -> SharedStatistics:
+    """A place for statistics in `work_path`, where they stay; without one, a folder that is removed with the result."""
+    held = None if work_path else WorkFolder()
+    return SharedStatistics(Path(work_path or held.path), tuple(sorted(set(needs))), head, held)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compress.linear import CompressedLinear, met_by, replace, shape_of
+from compress.linear import CompressedLinear, StandIn, met_by, replace, shape_of
 from compress.walk.capture import Call, Stop, run_once, same_memory
 from compress.walk.finite import check_activations
 from compress.walk.statistics import Collector, LayerStatistics
@@ -195,18 +195,12 @@ def _greenlets() -> tuple[Callable[..., Pass], Callable[[], Pass]]:
     return greenlet, getcurrent
 
 
-class _Gate(nn.Module):
+class _Gate(StandIn):
     """Stands in a linear's place and lets no pass through before the linear has been solved."""
 
     def __init__(self, linear: nn.Module, name: str, pass_through: Callable[["_Gate", Tensor], Tensor]) -> None:
-        super().__init__()
+        super().__init__(linear)  # blocks may read the dtype of a linear's weight
         self.linear, self.original, self.name, self.pass_through = linear, linear, name, pass_through
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("linear"), name)  # blocks may read the dtype of a linear's weight
 
     def forward(self, x: Tensor) -> Tensor:
         return self.pass_through(self, x)

@@ -1,5 +1,6 @@
 """The processes of one compression: their communication, and how an error in one of them ends all of them."""
 
+import io
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,10 +12,10 @@ import torch
 import torch.distributed as dist
 from tqdm.auto import tqdm
 
-from compress.walk.parallel.packing import PackedObject, empty, flat, pack, unpack
 from compress.walk.parallel.places import Place, rank_of
 
 T = TypeVar("T")
+AT_ONCE = 1 << 30  # bytes that are sent in one message
 TIMEOUT = timedelta(hours=1)  # longest wait for another process, which may solve a large linear meanwhile
 
 
@@ -30,8 +31,7 @@ class Ranks:
 
     Args:
         device: where this process computes; tensors from the device of another process arrive there.
-        control: a gloo group, for messages and for tensors in memory.
-        tensors: an NCCL group for tensors on a device; None: they are sent through memory.
+        group: a gloo group. Everything is sent through memory.
     """
 
     def __init__(
@@ -40,11 +40,10 @@ class Ranks:
         count: int = 1,
         *,
         device: torch.device | None = None,
-        control: dist.ProcessGroup | None = None,
-        tensors: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank, self.count = rank, count
-        self.device, self.control, self.tensors = device, control, tensors
+        self.device, self.group = device, group
         self.over = False  # no more exchanges: one has failed, or has ended all processes
 
     def has(self, place: Place, slices: int) -> bool:
@@ -68,7 +67,7 @@ class Ranks:
             return
         errors: list[Exception | None] = [None] * self.count
         with self._talking():
-            dist.all_gather_object(errors, _portable(error), group=self.control)
+            dist.all_gather_object(errors, _portable(error), group=self.group)
         failed = next((rank for rank, found in enumerate(errors) if found is not None), None)
         if failed is None:
             return
@@ -86,13 +85,11 @@ class Ranks:
         self.check()
         total = None
         if self.rank:
-            total = self._received(lambda message: dist.recv_object_list(message, self.rank - 1, group=self.control),
-                                   lambda tensor, group: dist.recv(tensor, self.rank - 1, group=group))  # fmt: skip
+            total = self._received(lambda message: dist.recv(message, self.rank - 1, group=self.group))
         for part in parts:
             total = part if total is None else combine(total, part)
         if self.rank + 1 < self.count:
-            self._send(total, lambda message: dist.send_object_list(message, self.rank + 1, group=self.control),
-                       lambda tensor, group: dist.send(tensor, self.rank + 1, group=group))  # fmt: skip
+            self._send(total, lambda message: dist.send(message, self.rank + 1, group=self.group))
         return self._broadcast(total, self.count - 1)
 
     def from_first(self, value: T) -> T:
@@ -109,38 +106,34 @@ class Ranks:
         if self.count == 1:
             return value
 
-        def objects(message: list) -> None:
-            dist.broadcast_object_list(message, source, group=self.control)
-
-        def tensors(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-            dist.broadcast(tensor, source, group=group)
+        def share(message: torch.Tensor) -> None:
+            dist.broadcast(message, source, group=self.group)
 
         if self.rank != source:
-            return self._received(objects, tensors)
-        self._send(value, objects, tensors)
+            return self._received(share)
+        self._send(value, share)
         return value
 
-    def _send(self, value: Any, objects: Callable, tensors: Callable) -> None:
-        packed, contents = pack(value)
+    def _send(self, value: Any, send: Callable[[torch.Tensor], object]) -> None:
+        file = io.BytesIO()
+        torch.save(value, file)
+        content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
         with self._talking():
-            objects([packed])
-            for tensor in contents:
-                group = self.tensors if tensor.is_cuda and self.tensors else self.control
-                for part in flat(tensor if group is self.tensors else tensor.cpu()):
-                    tensors(part, group)
+            send(torch.tensor([len(content)]))
+            for part in content.split(AT_ONCE):
+                send(part)
 
-    def _received(self, objects: Callable, tensors: Callable) -> Any:
-        message: list[PackedObject | None] = [None]
+    def _received(self, receive: Callable[[torch.Tensor], object]) -> Any:
+        size = torch.zeros(1, dtype=torch.long)
         with self._talking():
-            objects(message)
-            contents = []
-            for kind in message[0].tensors:
-                direct = kind.on_device and self.tensors is not None
-                tensor = empty(kind, self.device if direct else torch.device("cpu"))
-                for part in flat(tensor):
-                    tensors(part, self.tensors if direct else self.control)
-                contents.append(tensor.to(self.device) if kind.on_device else tensor)
-        return unpack(message[0], contents)
+            receive(size)
+            content = torch.empty(int(size), dtype=torch.uint8)
+            for part in content.split(AT_ONCE):
+                receive(part)
+        return torch.load(io.BytesIO(memoryview(content.numpy())), map_location=self._placed, weights_only=False)
+
+    def _placed(self, storage: torch.UntypedStorage, where: str) -> torch.UntypedStorage:
+        return storage if where == "cpu" else storage.cuda(self.device)
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
@@ -177,10 +170,9 @@ def joined(device: torch.device, *, alone: bool = False) -> Iterator[Ranks]:
         _current = Ranks()
     else:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # kernels and NCCL use the current one
-        tensors = dist.group.WORLD if device.type == "cuda" and "nccl" in dist.get_backend() else None
-        control = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        _current = Ranks(dist.get_rank(), dist.get_world_size(), device=device, control=control, tensors=tensors)
+            torch.cuda.set_device(device)  # kernels use the current one
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        _current = Ranks(dist.get_rank(), dist.get_world_size(), device=device, group=group)
     ranks = _current
     try:
         yield ranks
@@ -192,8 +184,8 @@ def joined(device: torch.device, *, alone: bool = False) -> Iterator[Ranks]:
         raise
     finally:
         _current = before
-        if ranks.control is not None and not ranks.over:
-            dist.destroy_process_group(ranks.control)
+        if ranks.group is not None and not ranks.over:
+            dist.destroy_process_group(ranks.group)
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -64,7 +64,7 @@ def device_of_process(device: torch.device) -> torch.device:
 
 
 @contextmanager
-def spawned(count: int, call: Callable, arguments: Mapping[str, Any], device: torch.device) -> Iterator[None]:
+def spawned(count: int, call: Callable, arguments: Mapping[str, Any]) -> Iterator[None]:
     """While the context lasts, this process is the first of a process group whose others do `call(**arguments)`.
 
     The arguments are sent through a temporary folder, so that no process changes the memory of another one.
@@ -87,11 +87,10 @@ def spawned(count: int, call: Callable, arguments: Mapping[str, Any], device: to
             f"`processes` (={count}): the model or the recipe cannot be sent to another process "
             f"({type(error).__name__}: {error}); start all processes with torchrun instead"
         ) from error
-    backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    others = [_start(rank, count, folder, backend) for rank in range(1, count)]
+    others = [_start(rank, count, folder) for rank in range(1, count)]
     try:
         _await(others, folder)
-        _meet(0, count, folder, backend)
+        _meet(0, count, folder)
         try:
             yield
         finally:
@@ -104,13 +103,13 @@ def spawned(count: int, call: Callable, arguments: Mapping[str, Any], device: to
             other.wait()
 
 
-def _start(rank: int, count: int, folder: Path, backend: str) -> subprocess.Popen:
+def _start(rank: int, count: int, folder: Path) -> subprocess.Popen:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "TQDM_DISABLE": "1",
         "LOCAL_RANK": str(rank),
     }
-    command = [sys.executable, "-m", "compress.walk.parallel.spawn", str(rank), str(count), str(folder), backend]
+    command = [sys.executable, "-m", "compress.walk.parallel.spawn", str(rank), str(count), str(folder)]
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
@@ -123,19 +122,19 @@ def _await(others: list[subprocess.Popen], folder: Path) -> None:
             time.sleep(0.05)
 
 
-def _meet(rank: int, count: int, folder: Path, backend: str) -> None:
+def _meet(rank: int, count: int, folder: Path) -> None:
     where = f"file://{folder / _MEETING}"
-    dist.init_process_group(backend, init_method=where, rank=rank, world_size=count, timeout=TIMEOUT)
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=count, timeout=TIMEOUT)
 
 
 def main() -> int:
-    """`python -m compress.walk.parallel.spawn RANK COUNT FOLDER BACKEND`"""
-    rank, count, folder, backend = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+    """`python -m compress.walk.parallel.spawn RANK COUNT FOLDER`"""
+    rank, count, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     _end_with(os.getppid())
     sent = torch.load(folder / _ARGUMENTS, map_location="cpu", mmap=True, weights_only=False)
     torch.set_num_threads(sent["threads"])
     (folder / _HERE.format(rank)).touch()
-    _meet(rank, count, folder, backend)
+    _meet(rank, count, folder)
     try:
         sent["call"](**sent["arguments"])
     except Exception as error:  # the first process raises this error, too
