@@ -17,6 +17,7 @@ from compress.apply import apply
 from compress.checkpoint import load_compressed, resize, save_compressed
 from compress.correction.low_rank import LowRank
 from compress.correction.outlier_entries import Outliers
+from compress.correction.salient_signs import SalientSigns
 from compress.correction.svdquant import SVDQuant
 from compress.inputs.calibration import calibration, held_out
 from compress.inputs.model import load_model
@@ -67,14 +68,15 @@ from compress.weights.qmoe import QMoE
 from compress.weights.qtip import QTIP
 from compress.weights.rtn import RTN
 from compress.weights.squeezellm import SqueezeLLM
+from compress.weights.svd import SVD
 from kernels.step.accelerate import accelerate
 
 METHODS |= {
     "rtn": RTN, "gptq": GPTQ, "gptaq": GPTAQ, "awq": AWQ, "nf4": NF4, "bnb_nf4": BitsandbytesNF4,
     "qtip": QTIP, "qmoe": QMoE, "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "bitstack": BitStack,
-    "finequant": FineQuant, "mixed": Mixed, "tune": Tune, "distil": Distil,
+    "finequant": FineQuant, "svd": SVD, "mixed": Mixed, "tune": Tune, "distil": Distil,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
-    "low_rank": LowRank, "outlier_entries": Outliers,
+    "low_rank": LowRank, "outlier_entries": Outliers, "salient_signs": SalientSigns,
     "rotate": Rotate, "flatquant": FlatQuant, "gather": Gather, "activations": Activations,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
     "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,

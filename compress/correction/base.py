@@ -54,11 +54,19 @@ class Correction(LayerwiseMethod):
 
         Linears that read the same input share it.
         """
-        if not statistics.tokens:
-            return None
-        key = (self.stage, self.sink_weight)
-        if key not in statistics.shared:
-            H, first = statistics.values["gram"], statistics.values["starts"]
-            more = (self.sink_weight - 1) * 2 / statistics.tokens
-            statistics.shared[key] = H.addmm(first.t(), first, alpha=more) if more and len(first) else H
-        return statistics.shared[key]
+        return gram_with_sinks(statistics, self.sink_weight, self.stage)
+
+
+def gram_with_sinks(statistics: LayerStatistics, sink_weight: float, stage: str) -> Tensor | None:
+    """H [in, in] of a layer's inputs, with the windows' first tokens counted `sink_weight` times; None without inputs.
+
+    Linears that read the same input share it among the methods of one stage.
+    """
+    if not statistics.tokens:
+        return None
+    key = (stage, sink_weight)
+    if key not in statistics.shared:
+        H, first = statistics.values["gram"], statistics.values["starts"]
+        more = (sink_weight - 1) * 2 / statistics.tokens
+        statistics.shared[key] = H.addmm(first.t(), first, alpha=more) if more and len(first) else H
+    return statistics.shared[key]

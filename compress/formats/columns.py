@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from compress.formats.base import Format
+from compress.formats.codebook import CodebookGroup
 from compress.formats.dense import Dense
 from compress.formats.eight_bit import EightBit
 from compress.formats.stored import Stored
 
-INNER = {inner.name: inner for inner in (Dense, EightBit)}  # formats in which the chosen columns may be stored
+INNER = {
+    inner.name: inner for inner in (Dense, EightBit, CodebookGroup)
+}  # formats in which the chosen columns may be stored
 
 
 class Columns(Format):
@@ -57,7 +60,8 @@ class Columns(Format):
 
     @classmethod
     def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
-        return INNER[spec["inner"]["format"]].expected_bits(spec["inner"], float_bits)
+        inner = spec["inner"]
+        return INNER[inner["format"]].expected_bits(inner, float_bits) * inner["shape"][1] / spec["shape"][1]
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Columns":

@@ -12,8 +12,10 @@ from compress.formats.scales import SCALE_DTYPES, SCALE_KINDS, ScaleRule
 from compress.grid import integer
 from compress.grid.integer import AT_ONCE, SEARCH_STEPS, check_group_size
 from compress.grid.tables import TABLES, padded
+from kernels.int_matmul import BITS
 
 GRIDS = ("int", *TABLES)
+FAINTEST = 1e-30  # least scale of a group of zeros on a grid without a zero
 STEPS = 1 << 12  # even steps that the search cuts a table's range into; a weight nearer to an edge may miss its entry
 
 
@@ -166,12 +168,46 @@ class Table:
         return (error if importance is None else error.mul_(importance)).sum(-1)
 
 
+@dataclass(frozen=True, eq=False)
+class Signs(Table):
+    """Two values of either sign, which cover nothing: the scale of a group is the mean magnitude of its weights.
+
+    Source: XNOR-Net (arXiv:1603.05279, section 3.1): for w = scale * sign(w) this scale has the least squared error.
+    """
+
+    def choose(
+        self, w: Tensor, rule: Callable[[Tensor], Tensor], *, how: str, importance: Tensor | None, norm: float
+    ) -> tuple[Tensor, Tensor]:
+        """Scale [...] of each group of w [..., group_size]: the mean magnitude, weighted by the importance unless `how`
+        is "absmax". Deviation: `norm` is taken as 2."""
+        scale = self.cover(w) if how == "absmax" or importance is None else _weighted_mean(w.abs(), importance)
+        scale = rule(scale.clamp(min=FAINTEST))
+        return scale, torch.full_like(scale, self.code_of_zero)
+
+    def candidates(self, w: Tensor, rule: Callable[[Tensor], Tensor], *, signs: bool = True) -> tuple[Tensor, Tensor]:
+        scale = rule(self.cover(w))[None]
+        return scale, torch.full_like(scale, self.code_of_zero)
+
+    def cover(self, w: Tensor) -> Tensor:
+        """Mean magnitudes [...] of the groups of w [..., group_size]."""
+        return w.abs().mean(-1).clamp(min=FAINTEST)
+
+
+def _weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    """Means over the last dimension; plain ones where all weights are 0."""
+    sums = weights.sum(-1)
+    return torch.where(sums > 0, (values * weights).sum(-1) / sums.clamp(min=FAINTEST), values.mean(-1))
+
+
 Grid = Integers | Table
 
 
 def make_grid(name: str, bits: int, symmetric: bool = True) -> Grid:
     """The grid of these knobs, which must fit each other (`check_grid`)."""
-    return Integers(bits, symmetric) if name == "int" else Table(TABLES[name].bits, TABLES[name].table)
+    if name == "int":
+        return Integers(bits, symmetric)
+    values = TABLES[name]
+    return Signs(values.bits, values.table) if values.bits == 1 else Table(values.bits, values.table)
 
 
 def scales_of(grid: str, scale_dtype: str) -> str:
@@ -191,6 +227,11 @@ def check_grid(method: Any, name: str, shape: tuple[int, int]) -> None:
     each other and a weight [out, in]."""
     check_group_size(method.group_size, name, shape)
     if method.grid == "int":
+        if method.bits not in BITS:
+            raise ValueError(
+                f"`bits` (={method.bits}) of {method.name}: integers have {', '.join(map(str, BITS))} bits; signs "
+                "alone are grid='binary'"
+            )
         if method.scale_dtype in ("shift4", "e8m0", "tile16", "e4m3") and not method.symmetric:
             raise ValueError(f"`scale_dtype` (={method.scale_dtype!r}) needs `symmetric` (=False) to be True")
         return

@@ -56,6 +56,7 @@ TABLES: dict[str, Values] = {
     "fp6_e2m3": Values(6, E2M3.values(), MX),
     "mxfp6_e3m2": Values(6, E3M2.values(), MX, "e8m0", 32),
     "mxfp6_e2m3": Values(6, E2M3.values(), MX, "e8m0", 32),
+    "binary": Values(1, torch.tensor([-1.0, 1.0]), "signs: arXiv:1603.05279, section 3.1"),
     "ternary": Values(2, torch.tensor([-1.0, 0.0, 1.0]), "arXiv:2402.17764"),
     "odd4": Values(4, _odd(4), "no zero: arXiv:2409.17870"),
     "odd3": Values(3, _odd(3), "no zero: arXiv:2409.17870"),

@@ -25,6 +25,7 @@ ROWS = {
     "nf4": {"group_size": 16},
     "bnb_nf4": {"blocksize": 32},
     "finequant": {},
+    "svd": {"ratio": 0.2},
     "mixed": {"choices": "rtn(bits={4, 8}, group_size=16)", "tokens": 32},
     "magnitude": {"ratio": 0.2},
     "random": {"ratio": 0.005},
@@ -47,6 +48,7 @@ ROWS = {
     "qmoe": {"reach": 0.7, "min_tokens": 8},
     "low_rank": {"rank": 4},
     "outlier_entries": {"share": 0.01},
+    "salient_signs": {"share": 0.2},
     "tune": {"steps": 4},
     "distil": {"steps": 4, "minutes": 0.0},
     "svdquant": {"rank": 4},
@@ -55,6 +57,7 @@ ROWS = {
 RTN = METHODS["rtn"](bits=4, group_size=16)
 BEFORE = {"correct": [RTN], "tune": [RTN], "recover": [RTN]}  # by stage: what must be stored already
 EXACT = {
+    "svd": {"ratio": 0.0, "bits": 8},
     "finequant": {"alpha": 0.0},
     "mixed": {"choices": "rtn(bits=8, group_size=16)"},
     "llm_int8": {"threshold": 0.0, "most": 0.25},  # as many columns in 16 bits as there may be

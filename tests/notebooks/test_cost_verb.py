@@ -3,9 +3,9 @@
 import copy
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from compress import apply, load_model
+from compress import apply, load_model, save_compressed
 from eval.speed.cost import predict
 from eval.speed.devices import DATA_SHEETS, ceilings_of
 from eval.speed.work import work
@@ -21,6 +21,11 @@ def printed(capsys) -> dict[str, list[str]]:
     lines = capsys.readouterr().out.split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
     return {name: rest for name, *rest in cells}
+
+
+def given(*recipes: str) -> list[str]:
+    """The options that name recipes."""
+    return [part for recipe in recipes for part in ("--recipe", recipe)]
 
 
 @pytest.fixture
@@ -40,10 +45,8 @@ def test_predictions_are_those_of_the_compressed_model(architecture, folder, tok
     """Ends that are tied and apart, layers with a window, experts that are fused."""
     place = folder(architecture, tie_word_embeddings=architecture == "gemma3_text")
     recipes = ["rtn(bits=4, group_size=16)", "rtn(bits=3, group_size=16), rtn(bits=8, group_size=32, where=embedding)"]
-    assert main(["cost", place, *recipes, *ARGUMENTS]) == 0
+    assert main(["cost", place, *given(*recipes), *ARGUMENTS]) == 0
     rows, ceilings = printed(capsys), ceilings_of("l4")[0]
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(place)
     models = {"16 bits": model} | {text: apply(text, copy.deepcopy(model), tokens(2)).model for text in recipes}
     for name, one in models.items():
@@ -56,7 +59,7 @@ def test_predictions_are_those_of_the_compressed_model(architecture, folder, tok
 
 def test_a_smaller_cache_takes_its_share(capsys):
     half = ["--cache-bits", "8", "--kept", "0.5"]
-    assert main(["cost", "smollm2-135m", "rtn(bits=8)", "--context", "8192", "--device", "h200", *half]) == 0
+    assert main(["cost", "smollm2-135m", *given("rtn(bits=8)"), "--context", "8192", "--device", "h200", *half]) == 0
     rows = printed(capsys)
     assert rows["16 bits"][1] == f"{30 * 2 * 3 * 64 * 2 * 8192 / 1e6:,.1f} MB"
     assert rows["rtn(bits=8)"][1] == f"{30 * 2 * 3 * 64 * 2 * 8192 / 4e6:,.1f} MB"
@@ -64,11 +67,11 @@ def test_a_smaller_cache_takes_its_share(capsys):
 
 def test_the_cache_of_latent_attention(tmp_path, capsys):
     """70.272 kB a token, "Insights into DeepSeek-V3" (arXiv:2505.09343, table 1)."""
-    small = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 8}
-    config = AutoConfig.for_model(
-        "deepseek_v3", num_hidden_layers=61, kv_lora_rank=512, qk_rope_head_dim=64, vocab_size=96, **small,
-        num_attention_heads=2, num_key_value_heads=2,
-    )  # fmt: skip
+    latent = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    experts = {"moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+    small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 96}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("deepseek_v3", **latent, **experts, **small, **heads)
     config.save_pretrained(tmp_path)
     assert main(["cost", str(tmp_path), "--device", "h100-sxm"]) == 0
     assert "each token adds 70.272 kB to the cache" in capsys.readouterr().out
@@ -76,7 +79,8 @@ def test_the_cache_of_latent_attention(tmp_path, capsys):
 
 def test_a_device_by_its_data_sheet():
     ceilings, how = ceilings_of("a100-80gb")
-    assert ceilings.memory == 2.039e12 and ceilings.rates == {"bfloat16": 312e12} and how == "its data sheet"
+    assert ceilings.memory == pytest.approx(2.039e12) and ceilings.rates == {"bfloat16": 312e12}
+    assert how == "its data sheet"
     assert all(0.1 < bandwidth < 10 and 50 < rate < 3000 for bandwidth, rate in DATA_SHEETS.values())
 
 
@@ -87,15 +91,18 @@ def test_a_device_by_its_data_sheet():
         (["--batch", "-2"], "`--batch` (=-2) must be 1 or more"),
         (["--device", "h100-sxn"], "`--device` (='h100-sxn') is not known; did you mean h100-sxm? It can be here, "),
         (["--kept", "0.5"], "`--cache-bits` and `--kept` are of the caches of recipes"),
-        (["rtn", "--kept", "1.5"], "`--kept` (=1.5) must be a share above 0"),
-        (["rtn", "--cache-bits", "32"], "`--cache-bits` (=32) must be above 0, and 16 at most"),
+        (["--recipe", "rtn", "--kept", "1.5"], "`--kept` (=1.5) must be a share above 0"),
+        (["--recipe", "rtn", "--cache-bits", "32"], "`--cache-bits` (=32) must be above 0, and 16 at most"),
         (
-            ["rtn, kv_int"],
+            ["--recipe", "rtn, kv_int"],
             "must do without kv_int(bits=4, group_size=64): the size of a cache is given by --cache-bits",
         ),
-        (["layer_drop(count=1), rtn"], "must do without layer_drop(target='attention', count=1): what it drops"),
-        (["rtn(bits=4, group_size=48)"], "`group_size` (=48)"),
-        (["rnt"], "rnt is not a method; did you mean rtn?"),
+        (
+            ["--recipe", "layer_drop(count=1), rtn"],
+            "must do without layer_drop(target='attention', count=1): what it drops",
+        ),
+        (["--recipe", "rtn(bits=4, group_size=48)"], "`group_size` (=48)"),
+        (["--recipe", "rnt"], "rnt is not a method; did you mean rtn?"),
     ],
 )
 def test_bad_input_is_refused_by_name(arguments, message, capsys):
@@ -109,8 +116,6 @@ def test_a_model_that_is_not_there(tmp_path, capsys):
 
 
 def test_a_saved_model_is_counted_as_it_is_stored(tmp_path, capsys):
-    from compress import save_compressed
-
     model, tokenizer = load_model("tiny", dtype="bfloat16")
     made = apply("rtn(bits=4, group_size=16)", model)
     save_compressed(made, tmp_path / "saved", tokenizer)

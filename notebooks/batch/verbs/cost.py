@@ -1,4 +1,4 @@
-"""`workbench cost MODEL [RECIPE]`: the bytes and the least time of a decoding step, in 16 bits and with a recipe.
+"""`workbench cost MODEL`: the bytes and the least time of a decoding step, of the model as it is and with recipes.
 
 Nothing is loaded or compressed: shapes come from the configuration, and stored sizes from the formats of the recipe.
 """
@@ -15,7 +15,13 @@ def declare(command) -> None:
         cost,
         "predict bytes, time and bound of a decoding step, without loading the model",
         ("model", {"metavar": "MODEL", "help": "a folder, a .gguf file, a hub id, or smollm2-135m (embedded)"}),
-        ("recipe", {"metavar": "RECIPE", "nargs": "*", "default": [], "help": 'recipes to set beside 16 bits: "gptq"'}),
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="RECIPE",
+        action="append",
+        default=[],
+        help='a recipe to set beside the model as it is: "gptq(bits=4)"; may be given several times',
     )
     parser.add_argument("--context", metavar="N", type=int, default=1024, help="cached tokens a row (default: 1024)")
     parser.add_argument("--batch", metavar="B", type=int, default=1, help="rows that decode together (default: 1)")
@@ -96,12 +102,20 @@ def _work(name: str, model: Any) -> Any:
     Raises:
         ValueError: the model cannot be run without values, so that what it caches is not known.
     """
+    import torch
+
+    from compress.classes import auto_class
+    from compress.embedding import stored_specs
     from eval.speed.work import work
     from kernels.support.deploy import deployed
     from kernels.support.errors import kind_and_first_line
 
     try:
-        return work(deployed(model))
+        if not stored_specs(model):
+            return work(deployed(model))
+        with torch.device("meta"):  # stored weights do not run without values
+            plain = auto_class(model.config).from_config(model.config, trust_remote_code=False)
+        return work(deployed(model), cache=work(deployed(plain)).cache)
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
             f"`MODEL` (={name!r}): a {type(model).__name__} cannot be run without its weights, so that what it caches "
@@ -152,7 +166,7 @@ def _settled(text: str, model: Any) -> list[Any]:
             instead = "what it drops depends on the weights; the notebook `recipe` predicts the cost of loaded models"
         else:
             continue
-        raise ValueError(f"`RECIPE` (={text!r}) must do without {method}: {instead}")
+        raise ValueError(f"`--recipe` (={text!r}) must do without {method}: {instead}")
     return check_recipe(text, model, outline=True)
 
 
