@@ -120,5 +120,5 @@ def test_a_saved_model_is_counted_as_it_is_stored(tmp_path, capsys):
     made = apply("rtn(bits=4, group_size=16)", model)
     save_compressed(made, tmp_path / "saved", tokenizer)
     assert main(["cost", str(tmp_path / "saved"), *ARGUMENTS]) == 0
-    row = predict(deployed(made.model), **AT, ceilings=ceilings_of("l4")[0])
+    row = predict("saved", work(deployed(made.model)), **AT, ceilings=ceilings_of("l4")[0])
     assert printed(capsys)["as stored"][0] == f"{row.weight_bytes / 1e6:,.1f} MB"
