@@ -244,5 +244,5 @@ def _check_knob(method: str, field: dataclasses.Field, value: Any) -> None:
     choices, limits = field.metadata["choices"], field.metadata["range"]
     if choices and value not in choices:
         raise ValueError(f"{shown} must be one of {', '.join(map(str, choices))}")
-    if limits and value is not None and not limits[0] <= value <= limits[1]:
+    if limits and not limits[0] <= value <= limits[1]:
         raise ValueError(f"{shown} must lie between {limits[0]} and {limits[1]}")

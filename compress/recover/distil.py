@@ -22,7 +22,7 @@ from compress.walk.parallel.ranks import current, joined
 from compress.walk.resume import BlockStore
 from eval.record.compression import RecoveryRecord
 
-RATES = {"scales": 1e-3, "weights": 1e-3, "norms": 2e-3}  # by `train`, where `rate` is not given
+RATES = {"scales": 1e-3, "weights": 1e-3, "norms": 2e-3}  # by `train`, if `rate` is 0
 HELD_OUT = 16  # one window in so many is held out, at most MOST_HELD_OUT
 MOST_HELD_OUT = 8
 TEACHING = 0.25  # the largest share of a budget of minutes that the original model's predictions take
@@ -60,9 +60,9 @@ class Distil(Method):
     )
     windows: int = knob(1024, "most windows of text; the calibration corpus may have fewer", range=(2, 1 << 24))
     batch: int = knob(2, "windows per update", range=(1, 1 << 16))
-    rate: float | None = knob(
-        None,
-        "size of the largest updates, as a share of what learns; None: 0.001 for scales and weights, 0.002 for norms",
+    rate: float = knob(
+        0.0,
+        "size of the largest updates, as a share of what learns; 0: 0.001 for scales and weights, 0.002 for norms",
         range=(0, 1),
     )
     skip: str = knob("", "comma-separated name patterns (* and ?) of linears that do not learn")
@@ -130,7 +130,7 @@ class Distil(Method):
             steps=self.steps,
             minutes=self.minutes,
             batch=self.batch,
-            rate=RATES[self.train] if self.rate is None else self.rate,
+            rate=self.rate or RATES[self.train],
             loss=self.loss,
             held_out=prepared.held_out,
             spent=seconds,

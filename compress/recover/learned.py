@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compress.embedding import CompressedEmbedding
 from compress.formats.base import Trainable
-from compress.linear import CompressedLinear, compressed_linears, is_linear, replace, weight_of
+from compress.linear import CompressedLinear, StandIn, compressed_linears, is_linear, replace, weight_of
 from compress.transforms import Rotation, parted
 from compress.walk.blocks import find_blocks, is_named
 from compress.walk.capture import device_of
@@ -90,8 +90,8 @@ class _View:
             self.leaf.grad = None
 
 
-class Stand(nn.Module):
-    """Stands for a compressed linear in passes with gradients: y = W x' + bias, with W in floats.
+class Stand(StandIn):
+    """Stands for a compressed linear in passes with gradients: y = W x' + b, with W and b in floats.
 
     Args:
         train: which of its numbers learn, see `TRAIN`; "": none.
@@ -100,8 +100,8 @@ class Stand(nn.Module):
     """
 
     def __init__(self, linear: CompressedLinear, train: str, original: Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.to(dtype), requires_grad=False)
+        super().__init__(linear)
+        self.b = None if linear.bias is None else nn.Parameter(linear.bias.to(dtype), requires_grad=False)
         _, rounding = parted(linear.transform)
         unrounded = [part.exact and rounding is not None for part in linear.parts]  # they read x before the rounding
         views = {i: _trainable(p, train) for i, p in enumerate(linear.parts) if not unrounded[i]}
@@ -113,43 +113,34 @@ class Stand(nn.Module):
             self.trained[first] = linear.parts[first].trainable(rest) or self.trained[first]
         self.rest = sum((W for i, W in fixed.items() if not unrounded[i]), torch.zeros(()))
         before = [W for i, W in fixed.items() if unrounded[i]]
-        self.__dict__["linear"] = linear  # not a submodule: casts of the model leave it alone
         self.W = nn.Parameter(self.weight().detach().to(dtype), requires_grad=False)
         self.W_before = nn.Parameter(sum(before).to(dtype), requires_grad=False) if before else None
         self.by_itself = any(part.activation_bits is not None for part in linear.parts)
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if (linear := self.__dict__.get("linear")) is None:
-                raise
-            return getattr(linear, name)  # blocks may read the dtype of a linear's weight
 
     def weight(self) -> Tensor:
         """W [out, in] in float32, of all parts that read the rounded input; differentiable."""
         return sum((view.weight() for view in self.trained.values()), self.rest)
 
     def forward(self, x: Tensor) -> Tensor:
-        before, rounding = parted(self.linear.transform)
+        before, rounding = parted(self.stands_for.transform)
         met = x
         for step in before:
             met = _Rotated.apply(met, step) if isinstance(step, Rotation) else step(met)
         rounded = met if rounding is None else met + (rounding(met) - met).detach()
-        y = F.linear(rounded.to(self.W.dtype), self.W, self.bias)
+        y = F.linear(rounded.to(self.W.dtype), self.W, self.b)
         if self.W_before is not None:
             y = y + F.linear(met.to(self.W.dtype), self.W_before)
         if self.by_itself:  # a part that rounds its input itself
             with torch.no_grad():
-                exact = self.linear(x.to(self.linear.dtype)).to(y.dtype)
+                exact = self.stands_for(x.to(self.stands_for.dtype)).to(y.dtype)
             y = y + (exact - y).detach()
         return y.to(x.dtype)
 
     def stored(self) -> CompressedLinear:
         """The linear with the trained weights."""
-        linear = self.linear
+        linear = self.stands_for
         parts = [self.trained[i].stored() if i in self.trained else part for i, part in enumerate(linear.parts)]
-        bias = None if linear.bias is None else self.bias.detach().to(linear.bias.dtype)
+        bias = None if linear.bias is None else self.b.detach().to(linear.bias.dtype)
         new = CompressedLinear(parts, bias, dtype=linear.dtype, transform=linear.transform)
         if linear.looked_up:
             new.__dict__["embedding"] = linear.__dict__["embedding"]
@@ -263,8 +254,8 @@ def _views_of(stand: Stand, train: str) -> list[_View]:
             if p.requires_grad
         }
         views.append(_View(stand.W, stand.weight, latent))
-    if stand.bias is not None and train:
-        views.append(_of_floats(stand.bias, stand.linear.bias))
+    if stand.b is not None and train:
+        views.append(_of_floats(stand.b, stand.stands_for.bias))
     return views
 
 

@@ -125,7 +125,20 @@ METHOD_OF = {
     "start_here": "gptq",
     "pruning": "wanda",
     "rotations": "flatquant",
+    "recover": "rtn",
 }  # where the notebook is not called after its method
+
+
+def expect_recover(made, scores, html):
+    (record,) = made["recoveries"]["compressed"]
+    first, *_, last = record["curve"]
+    assert last["step"] == 3 and last["tokens"] == 3 * 2 * 128 and last["divergence"] < first["divergence"]
+    saved = sum(layer["shape"][0] * layer["shape"][1] * (16 - layer["bits_per_weight"]) / 8 for layer in made["layers"])
+    gone = scores["baseline"]["stored_bytes"] - scores["compressed"]["stored_bytes"]
+    assert gone == pytest.approx(saved, rel=0.001), "training takes no room"
+    assert scores["compressed"]["kl_pydocs"] > 0 and "Recovery</h2>" in html
+
+
 # Per notebook: parameters beside SMALL, the format of its linears and their number, and what else must hold.
 EXPECTED = {
     "start_here": ({"group_size": -1, "skip": TWO}, "int_group", 14, expect_start),
@@ -134,6 +147,8 @@ EXPECTED = {
     "rotations": ({"transform": f"flatquant(steps=1, skip={FEW!r})", "weight_bits": 16, "skip": FEW, "beside": "",
                    "seqlen": 64, "write_tokens": 0}, "dense", 7, expect_rotations),
     "pruning": ({"recipe": f"wanda(skip='{FIRST}')", "compare": "", "write_tokens": 0}, "bitmap", 35, expect_pruning),
+    "recover": ({"recipe": f"rtn(bits=3, skip='{FEW}')", "windows": 6, "steps": 3, "minutes": 0.0, "skip": FEW,
+                 "write_tokens": 0}, "int_group", 7, expect_recover),
 }  # fmt: skip
 
 
