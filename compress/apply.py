@@ -143,7 +143,7 @@ def _run(plan: Plan, device: torch.device, shared: SharedStatistics | None) -> R
         drops=[one for one in made if isinstance(one, DropRecord)],
         recoveries=[one for one in made if isinstance(one, RecoveryRecord)],
         allocation=next((one for one in made[::-1] if isinstance(one, AllocationRecord)), None),
-        kept=kept_weights(model, [m.skip for m in recipe if isinstance(m, LayerwiseMethod)]),
+        kept=_kept(model, recipe, made),
         identity=plan.identity,
         calibration=plan.calibration,
         seconds=plan.seconds + clock(device) - start,
@@ -263,6 +263,15 @@ def _said_of_once(recipe: Sequence[Method]) -> list[str]:
         "blocks before it give",
         *(f"not taken from the saved statistics, but from passes of its own: {what}" for what in alone),
     ]
+
+
+def _kept(model: nn.Module, recipe: Sequence[Method], made: Sequence[Told]) -> list[dict[str, Any]]:
+    """Every parameter that is not stored compressed, with the reason, or the method that has trained it."""
+    trained = {
+        name: one.method for one in made if isinstance(one, RecoveryRecord) for name, by in one.moved.items() if by
+    }
+    kept = kept_weights(model, [m.skip for m in recipe if isinstance(m, LayerwiseMethod)])
+    return [{**row, "reason": f"trained by {trained[n]}"} if (n := row["name"]) in trained else row for row in kept]
 
 
 def _layers(made: Sequence[Told]) -> list[LayerRecord]:

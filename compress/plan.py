@@ -19,7 +19,7 @@ from compress.inputs.model import check_device
 from compress.kv.attach import check_attach
 from compress.kv.policy import CacheMethod
 from compress.memory import predicted
-from compress.method import Method, settle
+from compress.method import RECOVER, Method, settle
 from compress.recipe import Recipe, methods_of
 from compress.result import check_finished, makeup
 from compress.walk.blocks import find_blocks
@@ -186,6 +186,12 @@ def _calibrated_once(recipe: Sequence[Method]) -> list[Method]:
             f"`calibrate` (='once') uses statistics of the unchanged model, and {', '.join(moving)} changes the inputs "
             "of linears; calibrate='sequential' calibrates it"
         )
+    for i, method in enumerate(recipe):
+        if method.stage == RECOVER and (later := next((m.name for m in recipe[i + 1 :] if m.collects()), "")):
+            raise ValueError(
+                f"`calibrate` (='once') uses statistics of the unchanged model for {later}, and {method.name} changes "
+                "the weights before it; calibrate='sequential' calibrates it"
+            )
     return [replace(method, sequential=False) if isinstance(method, LayerwiseMethod) else method for method in recipe]
 
 

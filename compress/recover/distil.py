@@ -17,6 +17,7 @@ from compress.recover.loop import Schedule, Training, train
 from compress.recover.teacher import Teacher
 from compress.walk.capture import device_of
 from compress.walk.context import Context
+from compress.walk.identity import tokens_sha256
 from compress.walk.offload import is_offloaded
 from compress.walk.parallel.ranks import current, joined
 from compress.walk.resume import BlockStore
@@ -141,7 +142,7 @@ class Distil(Method):
             if not numbers:
                 raise ValueError(f"`train` (={self.train!r}) of {self.name}: nothing in this model can learn by it")
             text = prepared.text[:count]
-            how = {"name": self.name, "store": context.store}
+            how = {"name": self.name, "store": _beside(context.store, "training", prepared.text)}
             training = train(model, learned, text, prepared.teacher, schedule, **how)
             made = changes()
         return made, self._record(training, made, before, numbers, count, prepared.held_out, seconds)
@@ -198,8 +199,13 @@ class Prepared:
     def at(cls, store: BlockStore | None, text: list[Tensor], held_out: int) -> "Prepared":
         """With predictions in this store's folder, or in a temporary one that lives as long as the result."""
         if store is not None:
-            return cls(text, held_out, Teacher(BlockStore(store.folder / "teacher")))
+            return cls(text, held_out, Teacher(_beside(store, "teacher", text)))
         folder = tempfile.TemporaryDirectory(prefix="workbench-teacher-")
         made = cls(text, held_out, Teacher(BlockStore(Path(folder.name))))
         weakref.finalize(made, folder.cleanup)
         return made
+
+
+def _beside(store: BlockStore | None, what: str, text: Sequence[Tensor]) -> BlockStore | None:
+    """A folder inside that of a store, for data that depend on the whole text as well; None without a store."""
+    return None if store is None else BlockStore(store.folder / f"{what}-{tokens_sha256(text)[:16]}")

@@ -48,12 +48,13 @@ class Schedule:
 class Training:
     """The state of training that a file keeps beside the numbers that learn, and its result.
 
-    step: updates so far. steps: updates in all. seconds: time of training so far. curve: scores of the held-out
+    step: updates so far. steps: updates in all. tokens: tokens trained on so far. seconds: time of training so far. curve: scores of the held-out
     windows. best: the update with the best score, whose numbers are the result. ended: why training ended.
     """
 
     step: int = 0
     steps: int = 0
+    tokens: int = 0
     seconds: float = 0.0
     curve: list[RecoveryPoint] = field(default_factory=list)
     best: int = 0
@@ -145,9 +146,11 @@ class _Loop:
         state, batch = self.state, min(self.schedule.batch, self.trained)
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.rate * _warm(state.step, state.steps)
-        total = 0.0
+        total, tokens = 0.0, 0
         for i in range(state.step * batch, (state.step + 1) * batch):
-            loss = self._backward(self._window(i))
+            window = self._window(i)
+            loss = self._backward(window)
+            tokens += self.windows[window].shape[1]
             if not math.isfinite(loss):
                 state.ended = f"the loss of update {state.step + 1} was {loss}"
                 return
@@ -163,7 +166,7 @@ class _Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.learned.prepare()
-        state.step += 1
+        state.step, state.tokens = state.step + 1, state.tokens + tokens
         self.losses.append(total)
 
     def _window(self, i: int) -> int:
@@ -204,10 +207,9 @@ class _Loop:
         state, start = self.state, time.perf_counter()
         score = self._score()
         loss = sum(self.losses) / len(self.losses) if self.losses else None
-        tokens = state.step * min(self.schedule.batch, self.trained) * self.windows[0].shape[1]
         best = state.curve[_best(state.curve)].divergence if state.curve else math.inf
         state.seconds += time.perf_counter() - start
-        state.curve.append(RecoveryPoint(state.step, tokens, state.seconds, loss, score))
+        state.curve.append(RecoveryPoint(state.step, state.tokens, state.seconds, loss, score))
         self.losses.clear()
         if score < best:
             state.best, self.best = state.step, {key: p.detach().clone() for key, p in self.latent.items()}

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compress import METHODS, apply, calibration
+from compress import METHODS, apply, calibration, load_compressed, save_compressed
 from compress.apply import apply_each
 from compress.formats import Bitmap, CodebookGroup, Dense, IntGroup
 from compress.linear import CompressedLinear, compressed_linears
@@ -181,6 +181,15 @@ def test_pruned_distilled_quantised_distilled(peaked, tokens):
         assert (zeros >= 2).all()
 
 
+def test_a_distilled_model_is_saved_with_its_norms(peaked, tokens, tmp_path):
+    result = apply(f"rtn(bits=3, group_size=16), distil({QUICK})", peaked(), tokens(12, 24))
+    norms = [row for row in result.kept if row["name"].endswith("norm.weight")]
+    assert norms and all(row["reason"].startswith("trained by distil(") for row in norms)
+    save_compressed(result, tmp_path / "saved")
+    again, ids = load_compressed(tmp_path / "saved"), tokens(1, 24)[0]
+    assert torch.equal(again(ids).logits, result.model(ids).logits)
+
+
 class Killed(Exception):
     pass
 
@@ -286,5 +295,7 @@ def test_bad_recipes_are_refused_before_any_work(peaked, tokens):
         settle(parse_recipe("rtn, kv_int, distil"))
     with pytest.raises(ValueError, match=r"`batches` has 1 windows for distil"):
         apply("rtn(bits=3, group_size=16), distil", peaked(), tokens(1, 24))
+    with pytest.raises(ValueError, match=r"`calibrate` \(='once'\).* for gptq, and distil changes the weights"):
+        apply(f"wanda, distil({QUICK}), gptq(bits=4, group_size=16)", peaked(), tokens(4, 24), calibrate="once")
     with pytest.raises(ValueError, match=r"`train` \(='all'\) of distil must be one of scales, weights, norms"):
         METHODS["distil"](train="all")
