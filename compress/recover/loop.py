@@ -48,8 +48,9 @@ class Schedule:
 class Training:
     """The state of training that a file keeps beside the numbers that learn, and its result.
 
-    step: updates so far. steps: updates in all. tokens: tokens trained on so far. seconds: time of training so far. curve: scores of the held-out
-    windows. best: the update with the best score, whose numbers are the result. ended: why training ended.
+    step: updates so far. steps: updates in all. tokens: tokens trained on so far. seconds: time of training so far.
+    curve: scores of the held-out windows. best: the update with the best score, whose numbers are the result. ended:
+    why training ended.
     """
 
     step: int = 0
