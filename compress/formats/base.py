@@ -35,6 +35,10 @@ class Trainable(nn.Module):
         """W [out, in] in float32; gradients pass straight through the roundings (arXiv:1308.3432)."""
         raise NotImplementedError
 
+    def fix_codes(self) -> None:
+        """From now on `offsets` stay as they are."""
+        self.offsets.requires_grad_(False)
+
     def stored(self) -> "Format":
         """The trained weight in its original format, with the same number of bytes."""
         raise NotImplementedError

@@ -42,6 +42,13 @@ class TrainedGroups(Trainable):
         self.register_buffer("scale", scale)
         self.offsets = nn.Parameter(self._sides(original).view(codes.shape))
         self.factors = nn.Parameter(torch.zeros_like(scale)) if round_scale else None
+        self.register_buffer("unit", None)
+
+    def fix_codes(self) -> None:
+        """From now on only the scales are trained: the values before scaling are computed once."""
+        with torch.no_grad():
+            self.unit = self.values(_round(self.codes + self.offsets.view(self.grouped), self.levels))[0]
+        self.offsets.requires_grad_(False)
 
     def scales(self) -> Tensor:
         """[out, groups] float32, as they would be stored; gradients pass straight through their rounding."""
@@ -52,6 +59,8 @@ class TrainedGroups(Trainable):
 
     def weight(self) -> Tensor:
         scale = self.scales()
+        if self.unit is not None:
+            return (self.unit * scale[..., None]).view(self.offsets.shape)
         latent = self.codes + self.offsets.view(self.grouped)
         return _Rounded.apply(latent, scale[..., None], self.levels, self.values).view(self.offsets.shape)
 

@@ -25,8 +25,8 @@ from eval.record.compression import RecoveryRecord
 
 RATES = {"scales": 1e-3, "weights": 1e-3, "norms": 2e-3}  # by `train`, if `rate` is 0
 HELD_OUT = 16  # one window in so many is held out, at most MOST_HELD_OUT
-MOST_HELD_OUT = 8
-TEACHING = 0.25  # the largest share of a budget of minutes that the original model's predictions take
+MOST_HELD_OUT = 4
+TEACHING = 0.2  # the largest share of a budget of minutes that the original model's predictions take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Distil(Method):
     def held_copies(self) -> float:
         """The weights in float32, as they are read and as they are stored, their gradients, and the optimiser's state;
         with fewer numbers that learn, only some of these have the size of the weights."""
-        return {"scales": 4.0, "weights": 8.5, "norms": 1.0}[self.train]
+        return {"scales": 5.0, "weights": 8.5, "norms": 1.0}[self.train]
 
     @property
     def reads_originals(self) -> bool:

@@ -166,7 +166,7 @@ def _trainable(part, train: str) -> Trainable | None:
         return None
     view = part.trainable()
     if train == "scales" and view is not None:
-        view.offsets.requires_grad_(False)
+        view.fix_codes()
         return view if view.factors is not None else None
     return part.trainable_floats() if view is None else view
 

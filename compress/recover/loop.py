@@ -19,7 +19,8 @@ from eval.record.compression import RecoveryPoint
 
 WARM_UP = 0.05  # share of the updates in which the rate rises to its full size
 TIMED = 3  # updates from whose time their number within a budget of minutes is taken; the first one is not counted
-CHECKS = 10  # scores of the held-out windows during training, beside that before it
+CHECKS = 10  # most scores of the held-out windows during training, beside that before it
+SCORING = 0.2  # the largest share of the time of updates that these scores take
 PATIENCE = 4  # scores without an improvement after which training ends
 LARGEST_GRADIENT = 1.0  # norm of all gradients together, beyond which they are scaled down
 
@@ -48,13 +49,14 @@ class Schedule:
 class Training:
     """The state of training that a file keeps beside the numbers that learn, and its result.
 
-    step: updates so far. steps: updates in all. tokens: tokens trained on so far. seconds: time of training so far.
-    curve: scores of the held-out windows. best: the update with the best score, whose numbers are the result. ended:
-    why training ended.
+    step: updates so far. steps: updates in all. checks: scores after the first one. tokens: tokens trained on so far.
+    seconds: time of training so far. curve: scores of the held-out windows. best: the update with the best score, whose
+    numbers are the result. ended: why training ended.
     """
 
     step: int = 0
     steps: int = 0
+    checks: int = CHECKS
     tokens: int = 0
     seconds: float = 0.0
     curve: list[RecoveryPoint] = field(default_factory=list)
@@ -134,13 +136,15 @@ class _Loop:
 
     def _checks(self) -> set[int]:
         """The updates after which the held-out windows are scored."""
-        return {math.ceil(self.state.steps * (i + 1) / CHECKS) for i in range(CHECKS)}
+        return {math.ceil(self.state.steps * (i + 1) / self.state.checks) for i in range(self.state.checks)}
 
     def _fit(self, seconds: float) -> None:
         """Fix the number of updates of this many seconds that the budget of minutes allows."""
         left = 60 * self.schedule.minutes - self.schedule.spent - self.state.seconds
-        scores = CHECKS * self.schedule.held_out / (3 * self.schedule.batch)  # in updates, which also go backward
-        self.state.steps = max(self.state.step, min(self.state.steps, int(left / seconds - scores)))
+        score = self.schedule.held_out / (3 * self.schedule.batch)  # of an update, which also goes backward
+        updates = left / seconds
+        self.state.checks = min(CHECKS, max(2, int(SCORING * updates / score)))
+        self.state.steps = max(self.state.step, min(self.state.steps, int(updates - score * self.state.checks)))
         self._keep()
 
     def _update(self) -> None:
