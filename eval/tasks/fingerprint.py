@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -15,33 +16,50 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
-_OWN_STATE = {*vars(nn.Module()), "config", "generation_config", "name_or_path", "warnings_issued", "forward"}
+_OWN_STATE = {
+    *vars(nn.Module()),
+    "config",
+    "generation_config",
+    "name_or_path",
+    "warnings_issued",
+}  # told otherwise, or no matter
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _NAMES = ("name_or_path", "_name_or_path", "transformers_version")  # of a configuration; they change no answer
-_LIBRARIES = {"torch", "transformers", "accelerate", "builtins", "numpy"}  # their versions are recorded otherwise
+_LIBRARIES = {
+    "torch",
+    "transformers",
+    "accelerate",
+    "builtins",
+    "numpy",
+}  # whose versions whoever keeps answers takes down
 _CODE = (".py", ".cpp", ".inc")
+_DEPTH = 3
 
 
-def model_sha256(model: nn.Module) -> str | None:
-    """Hash of everything that can make two models answer differently; None if one part cannot be identified.
+def model_sha256(model: nn.Module) -> str:
+    """Hash of everything that can make two models answer differently.
 
     That is: every tensor by name, dtype, shape and content, including buffers that are not saved; every module's class
     and plain settings (bits, thresholds, transforms); configurations of model and generation; hooks and replaced
-    `forward`s with their objects, such as that of a compressed KV cache with its policies; and the source of the
-    packages of all these, except torch and transformers. The model's name does not count. Functions and classes that a
-    notebook defines, and functions inside functions, cannot be identified.
+    `forward`s with their bound objects, such as the policy of a compressed KV cache; and the source of the packages of
+    all these classes, except torch and transformers. The model's name does not count.
     """
-    parts = [*model.named_modules(), *((f"hook {i}", hook) for i, hook in enumerate(attached(model)))]
-    if not all(map(_is_identified, (one for _, one in parts))):
-        return None
     digest = hashlib.sha256()
     for name, tensor in sorted(_tensors(model)):
         digest.update(f"{name} {_tensor(tensor)}\n".encode())
-    for name, one in parts:
-        own = {key: _described(value) for key, value in vars(one).items() if key not in _OWN_STATE}
-        digest.update(json.dumps([name, _kind(one).__qualname__, own], sort_keys=True).encode())
+    packages: set[str] = set()
+    for name, module in model.named_modules():
+        packages.add(type(module).__module__)
+        own = {key: _described(value, 0) for key, value in vars(module).items() if key not in _OWN_STATE}
+        if type(module).__module__ == "__main__":  # defined in a notebook: no file has its source
+            own["forward"] = _described(type(module).forward, 0)
+        digest.update(json.dumps([name, type(module).__qualname__, own], sort_keys=True).encode())
+    for place, function in attached(model):
+        packages.add(_origin(function))
+        digest.update(json.dumps([place, _described(function, 0)]).encode())
     for about in ("config", "generation_config"):
         digest.update(json.dumps(_configuration(getattr(model, about, None)), sort_keys=True, default=str).encode())
-    own_packages = {_kind(one).__module__.partition(".")[0] for _, one in parts} - _LIBRARIES
+    own_packages = {package.partition(".")[0] for package in packages} - _LIBRARIES
     for package in sorted(own_packages | ({"kernels"} if own_packages else set())):
         digest.update(f"{package} {package_sha256(package)}".encode())
     return digest.hexdigest()
@@ -62,27 +80,14 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps([told, more], sort_keys=True, default=str).encode()).hexdigest()
 
 
-def attached(model: nn.Module) -> Iterator[Any]:
-    """The function of every hook and every replaced `forward`, or its object if it is a method of one that is no
-    module; without those of torch and transformers."""
-    for module in model.modules():
-        functions = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        for function in functions + ([vars(module)["forward"]] if "forward" in vars(module) else []):
-            owner = getattr(function, "__self__", None)
-            hook = function if owner is None or isinstance(owner, nn.Module) else owner
-            if _kind(hook).__module__.partition(".")[0] not in _LIBRARIES:
-                yield hook
-
-
-def _kind(one: Any) -> Any:
-    """A function itself, or the class of an object."""
-    return one if isinstance(one, FunctionType | MethodType) else type(one)
-
-
-def _is_identified(one: Any) -> bool:
-    """Does a name in the source of a package, with plain settings, identify what this does?"""
-    inside = isinstance(one, functools.partial) or getattr(one, "__closure__", None)
-    return not inside and "<" not in _kind(one).__qualname__ and _kind(one).__module__ != "__main__"
+def attached(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(place, function) of every hook and every replaced `forward`, except those of torch and transformers."""
+    for name, module in model.named_modules():
+        functions = [function for kind in _HOOKS for function in getattr(module, kind).values()]
+        functions += [vars(module)["forward"]] if "forward" in vars(module) else []
+        for function in functions:
+            if _origin(function).partition(".")[0] not in _LIBRARIES:
+                yield name, function
 
 
 @functools.cache
@@ -117,14 +122,46 @@ def _configuration(config: Any) -> Any:
     return [told, getattr(config, "_attn_implementation", None)]
 
 
-def _described(value: Any) -> Any:
-    """JSON that is the same in every process; objects that are no plain settings are described by their class."""
-    if isinstance(value, _PLAIN) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+def _described(value: Any, depth: int) -> Any:
+    """JSON that is the same in every process; deeply nested objects, and mere references, are described by their
+    class."""
+    kind = type(value)
+    if isinstance(value, _PLAIN):
         return repr(value)
+    if isinstance(value, torch.device):
+        return value.type
     if isinstance(value, Tensor):
         return _tensor(value)
+    if isinstance(value, functools.partial):
+        return ["partial", _described(value.func, depth), _described([value.args, value.keywords], depth)]
+    if isinstance(value, MethodType):
+        return [value.__qualname__, _described(value.__self__, depth)]
+    if isinstance(value, FunctionType):
+        closed = inspect.getclosurevars(value).nonlocals if value.__closure__ else {}
+        constants = [repr(constant) for constant in value.__code__.co_consts if isinstance(constant, _PLAIN)]
+        code = [value.__qualname__, value.__code__.co_code.hex(), constants, list(value.__code__.co_names)]
+        return [value.__module__, code, _described([value.__defaults__, closed], depth + 1)]
+    if (
+        isinstance(value, nn.Module | ModuleType | type)
+        or depth > _DEPTH
+        or kind.__module__ in ("weakref", "torch.utils.hooks")
+    ):
+        return getattr(value, "__qualname__", kind.__qualname__)
     if isinstance(value, Mapping):
-        return sorted([str(key), _described(inner)] for key, inner in value.items())
-    if isinstance(value, list | tuple):
-        return [_described(inner) for inner in value]
-    return type(value).__qualname__
+        return sorted(
+            ([str(key), _described(inner, depth + 1)] for key, inner in value.items()), key=lambda item: item[0]
+        )
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [_described(inner, depth + 1) for inner in value]
+        return sorted(items, key=json.dumps) if isinstance(value, set | frozenset) else items
+    own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
+    return [kind.__qualname__, _described({**getattr(value, "__dict__", {}), **own}, depth + 1)]
+
+
+def _origin(function: Any) -> str:
+    owner = getattr(function, "__self__", None)
+    if isinstance(function, functools.partial):
+        return _origin(function.func)
+    if owner is not None and not isinstance(owner, nn.Module):
+        return type(owner).__module__
+    return getattr(function, "__module__", None) or type(function).__module__

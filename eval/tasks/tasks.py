@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 FLIPS = 12  # examples of a model and direction in the record; the files of samples have all
 _TURNS = {(1, 0): "right to wrong", (0, 1): "wrong to right"}
 _SHOWN = 400  # characters of a text in the record
-_KEPT_AS = 4  # format number; changed whenever stored answers become unusable
+_KEPT_AS = 3  # format number; changed whenever stored answers become unusable
 _VERSIONS = ("lm-eval", "transformers", "tokenizers", "torch", "datasets", "numpy")
 
 
@@ -275,7 +275,7 @@ def answer_tasks(
             built = None
             for name, model in models.items():
                 progress.set_postfix_str(f"{task.name}, {name}")
-                path = _kept_at(cache_path, about[name], task.name, task.identity) if about.get(name) else None
+                path = _kept_at(cache_path, about[name], task.name, task.identity) if cache_path else None
                 answers = _read(path)
                 if answers is None:
                     built = built or task.build()
@@ -314,13 +314,11 @@ def _check(models: Mapping[str, nn.Module], tokenizer: PreTrainedTokenizerBase, 
 
 
 def _about(model: nn.Module, tokenizer: PreTrainedTokenizerBase, asked: dict[str, Any]) -> list[Any]:
-    """Everything on which the answers of a model depend, except the task; [] for a model that cannot be identified."""
+    """Everything on which the answers of a model depend, except the task."""
     versions = [importlib.metadata.version(package) for package in _VERSIONS]
-    if (own := model_sha256(model)) is None:
-        return []
     return [
         _KEPT_AS,
-        own,
+        model_sha256(model),
         tokenizer_sha256(tokenizer),
         asked,
         str(model.dtype),

@@ -387,6 +387,8 @@ def test_the_hash_of_a_model_covers_all_that_changes_its_answers(tiny, tokens):
         lambda m: m.model.rotary_emb.inv_freq.mul_(2),  # not in the state dict
         lambda m: setattr(m.generation_config, "repetition_penalty", 1.5),
         lambda m: m.set_attn_implementation("eager"),
+        lambda m: m.model.layers[0].mlp.register_forward_hook(lambda *_: None),
+        lambda m: setattr(m.model.layers[0].mlp, "forward", lambda x: x),
         lambda m: m.to(torch.bfloat16),
     ):
         changed = tiny("llama")
@@ -394,21 +396,17 @@ def test_the_hash_of_a_model_covers_all_that_changes_its_answers(tiny, tokens):
         assert own != model_sha256(changed)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: m.model.layers[0].mlp.register_forward_hook(lambda *_: None),
-        lambda m: setattr(m.model.layers[0].mlp, "forward", lambda x: x),
-    ],
-)
-def test_answers_of_a_model_with_a_hook_that_cannot_be_identified_are_not_kept(folder, letters, tiny, tmp_path, change):
-    model = tiny("llama")
-    change(model)
-    assert model_sha256(model) is None
-    ask = {"task_path": str(folder), "limit": 2, "cache_path": tmp_path / "kept"}
-    for _ in range(2):
-        assert answer_tasks({"baseline": model}, letters, ["choice"], **ask).cached == {"baseline": []}
-    assert not (tmp_path / "kept").exists()
+def test_hooks_count_by_what_they_hold(tiny):
+    def hooked(factor: float) -> nn.Module:
+        model = tiny("llama")
+        model.model.norm.register_forward_hook(lambda _m, _i, out: out * factor)
+        return model
+
+    assert model_sha256(hooked(2.0)) == model_sha256(hooked(2.0)) != model_sha256(hooked(3.0))
+    written = [tiny("llama") for _ in range(2)]
+    written[0].model.norm.register_forward_hook(lambda _m, _i, out: out * 2)
+    written[1].model.norm.register_forward_hook(lambda _m, _i, out: out * 3)
+    assert model_sha256(written[0]) != model_sha256(written[1])
 
 
 def test_compressed_models_count_by_more_than_their_tensors(tiny):
