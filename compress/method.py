@@ -11,10 +11,10 @@ from typing import Any, ClassVar, get_args
 import torch
 from torch import Tensor, nn
 
-from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord
+from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord, RecoveryRecord
 
 # The order in which the methods of a recipe may follow one another; of the ones marked with * at most
-# one for each weight. Methods of the stage RECOVER may stand anywhere before the cache.
+# one for each weight. Methods of the stage RECOVER may stand anywhere between drop and cache.
 STAGES = (
     "drop", "transform", "sparsify*", "quantize_weights*", "correct*", "tune*", "quantize_activations*", "recover",
     "cache",
@@ -71,7 +71,7 @@ class Method:
 
     def apply(
         self, model: nn.Module, batches: Sequence[Tensor], context: Any
-    ) -> list[LayerRecord | FoldRecord | DropRecord | AllocationRecord]:
+    ) -> list[LayerRecord | FoldRecord | DropRecord | AllocationRecord | RecoveryRecord]:
         """Compress `model` in place and return the records of each weight, or of each fold.
 
         Args:

@@ -35,6 +35,11 @@ class Trainable(nn.Module):
         """W [out, in] in float32; gradients pass straight through the roundings (arXiv:1308.3432)."""
         raise NotImplementedError
 
+    @property
+    def learns(self) -> int:
+        """How many of its numbers are trained."""
+        return sum(number.numel() for number in self.parameters() if number.requires_grad)
+
     def fix_codes(self) -> None:
         """From now on `offsets` stay as they are."""
         self.offsets.requires_grad_(False)

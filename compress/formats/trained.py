@@ -96,6 +96,10 @@ class TrainedFloats(Trainable):
         self.dtype, self.size = W.dtype, self.start.square().mean().sqrt().item()
         self.offsets, self.factors = nn.Parameter(torch.zeros_like(self.start)), None
 
+    @property
+    def learns(self) -> int:
+        return self.offsets.numel() if self.keep is None else int(self.keep.count_nonzero())
+
     def weight(self) -> Tensor:
         W = self.start + self.size * self.offsets
         W = W if self.keep is None else W * self.keep

@@ -1,6 +1,7 @@
 """Calibration batches, and the held-out tokens of the same corpus for scores."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 
 import torch
@@ -17,7 +18,12 @@ class Batches(list[Tensor]):
     """Calibration batches, LongTensors [1, seqlen], with a description of their origin (`identity`)."""
 
     identity: dict
-    further: list[Tensor]  # windows of the same corpus that are not among the batches, in the order of the seed
+    cut: Callable[[Sequence[int]], list[Tensor]]  # windows of the corpus by their numbers
+    left: list[int]  # numbers of the windows that are not among the batches, in the order of the seed
+
+    def further(self, count: int) -> list[Tensor]:
+        """At most `count` further windows of the same corpus, the same ones in the same order for any count."""
+        return self.cut(self.left[:count])
 
     def _repr_html_(self) -> str:
         i = self.identity
@@ -64,9 +70,9 @@ def calibration(
         )
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(there, generator=generator).tolist()
-    windows = [torch.cat([prefix, ids[i * step : (i + 1) * step]])[None] for i in order]
-    batches = Batches(windows[:samples])
-    batches.further = windows[samples:]
+    cut = partial(_windows, ids.int(), prefix, step)
+    batches = Batches(cut(order[:samples]))
+    batches.cut, batches.left = cut, order[samples:]
     batches.identity = {
         "corpus": corpus,
         "samples": samples,
@@ -82,6 +88,11 @@ def calibration(
 def held_out(tokenizer: PreTrainedTokenizerBase, *, corpus: str = "pydocs") -> Tensor:
     """Tokens [1, n] of the evaluation part of a corpus, its documents joined by blank lines, with no special tokens."""
     return _tokens(tokenizer, load_text(corpus, "evaluation"))[None]
+
+
+def _windows(ids: Tensor, prefix: Tensor, step: int, numbers: Sequence[int]) -> list[Tensor]:
+    """Windows [1, len(prefix) + step] of tokens [n], each with the prefix before it."""
+    return [torch.cat([prefix, ids[i * step : (i + 1) * step].long()])[None] for i in numbers]
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Tensor:

@@ -3,7 +3,7 @@
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,8 +13,9 @@ from compress.linear import compressed_linears
 from compress.method import Method, knob
 from compress.recover.divergence import LOSSES
 from compress.recover.learned import TRAIN, Changes, learning
-from compress.recover.loop import Schedule, Training, train
+from compress.recover.loop import Schedule, train
 from compress.recover.teacher import Teacher
+from compress.walk.blocks import check_skip
 from compress.walk.capture import device_of
 from compress.walk.context import Context
 from compress.walk.identity import tokens_sha256
@@ -26,6 +27,7 @@ from eval.record.compression import RecoveryRecord
 RATES = {"scales": 1e-3, "weights": 1e-3, "norms": 2e-3}  # by `train`, if `rate` is 0
 HELD_OUT = 16  # one window in so many is held out, at most MOST_HELD_OUT
 MOST_HELD_OUT = 4
+LONGEST_ALONE = 45  # minutes for which other processes wait
 TEACHING = 0.2  # the largest share of a budget of minutes that the original model's predictions take
 
 
@@ -34,7 +36,7 @@ class Distil(Method):
     """Trains a compressed model towards the predictions of the original one; the bytes that are stored stay the same.
 
     The loss is measured at the logits, over windows of the calibration corpus: those of the calibration itself, and
-    further ones. The text that is scored is never among them.
+    further ones.
     """
 
     name: ClassVar[str] = "distil"
@@ -55,7 +57,8 @@ class Distil(Method):
     steps: int = knob(1000, "most updates of what learns", range=(1, 1 << 24))
     minutes: float = knob(
         10.0,
-        "time in minutes, with the original model's predictions, after which training ends; 0: no limit",
+        "time in minutes, with the original model's predictions; it fixes the number of updates after the first three; "
+        "0: no limit",
         range=(0, 1e6),
         describes=True,
     )
@@ -67,12 +70,15 @@ class Distil(Method):
         range=(0, 1),
     )
     skip: str = knob("", "comma-separated name patterns (* and ?) of linears that do not learn")
+    keep_zeros: bool | None = knob(
+        None, "weights that are stored as 0 stay 0; None: True if an earlier method of the recipe pruned"
+    )
 
     @property
     def held_copies(self) -> float:
         """The weights in float32, as they are read and as they are stored, their gradients, and the optimiser's state;
         with fewer numbers that learn, only some of these have the size of the weights."""
-        return {"scales": 5.0, "weights": 8.5, "norms": 1.0}[self.train]
+        return {"scales": 5.0, "weights": 9.0, "norms": 1.0}[self.train]
 
     @property
     def reads_originals(self) -> bool:
@@ -84,7 +90,8 @@ class Distil(Method):
                 f"`recipe`: {self} recovers what an earlier method has changed, and there is none before it; a pruning "
                 "method or a quantiser before it works"
             )
-        return self
+        pruned = any(method.zeros for method in before)
+        return self if self.keep_zeros is not None else replace(self, keep_zeros=pruned)
 
     def check(self, model: nn.Module) -> None:
         if is_offloaded(model):
@@ -92,6 +99,7 @@ class Distil(Method):
                 f"`weights` (='disk'): {self.name} keeps gradients for the whole model in memory: load it with "
                 "weights='memory'"
             )
+        check_skip(model, self.skip, self.name)
 
     def check_text(self, batches: Sequence[Tensor]) -> None:
         there = len(self._text(batches))
@@ -105,7 +113,21 @@ class Distil(Method):
         return "model", longest
 
     def prepare(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> "Prepared":
-        """The predictions of the original model."""
+        """The predictions of the original model.
+
+        Raises:
+            ValueError: the model does not lie where it is trained, or other processes would wait for too long.
+        """
+        if context.device.type != device_of(model).type:
+            raise ValueError(
+                f"`device` (={str(context.device)!r}): {self.name} trains the whole model where it lies, on "
+                f"{device_of(model)}: load it on the other device"
+            )
+        if current().count > 1 and not 0 < self.minutes <= LONGEST_ALONE:
+            raise ValueError(
+                f"`minutes` (={self.minutes:g}) of {self.name} must be above 0, and {LONGEST_ALONE} at most, with "
+                "several processes: the first one trains, and the others wait for it"
+            )
         text = self._text(batches)
         made = Prepared.at(context.store, text, self._held_out(len(text)))
         if current().rank == 0:
@@ -136,55 +158,50 @@ class Distil(Method):
             held_out=prepared.held_out,
             spent=seconds,
         )
-        before = {**compressed_linears(model), **{n: p.detach().clone() for n, p in model.named_parameters()}}
-        with learning(model, self.train, self.skip, context.originals) as (learned, changes):
-            numbers = sum(p.numel() for p in learned.latent.values())
-            if not numbers:
+        before = {**compressed_linears(model), **{n: p.detach() for n, p in model.named_parameters()}}
+        how = {"keep_zeros": bool(self.keep_zeros), "originals": context.originals}
+        with learning(model, self.train, self.skip, **how) as (learned, changes):
+            if not learned.count:
                 raise ValueError(f"`train` (={self.train!r}) of {self.name}: nothing in this model can learn by it")
-            text = prepared.text[:count]
-            how = {"name": self.name, "store": _beside(context.store, "training", prepared.text)}
-            training = train(model, learned, text, prepared.teacher, schedule, **how)
-            made = changes()
-        return made, self._record(training, made, before, numbers, count, prepared.held_out, seconds)
-
-    def _record(
-        self,
-        training: Training,
-        changes: Changes,
-        before: Mapping[str, Any],
-        learned: int,
-        windows: int,
-        held_out: int,
-        seconds: float,
-    ) -> RecoveryRecord:
-        moved = {}
-        for name, linear in changes.linears.items():
-            W = before[name].dequantize()
-            moved[name] = ((linear.dequantize() - W).norm() / W.norm().clamp_min(1e-30)).item()
-        for name, value in changes.parameters.items():
-            W = before[name].float()
-            moved[name] = ((value.float() - W).norm() / W.norm().clamp_min(1e-30)).item()
-        return RecoveryRecord(
+            store = _beside(context.store, "training", prepared.text)
+            training = train(
+                model, learned, prepared.text[:count], prepared.teacher, schedule, name=self.name, store=store
+            )
+            trained = changes()
+        record = RecoveryRecord(
             method=str(self),
-            windows=windows,
-            held_out=held_out,
-            learned=learned,
+            windows=count,
+            held_out=prepared.held_out,
+            learned=learned.count,
             teacher_seconds=seconds,
             curve=tuple(training.curve),
             kept=training.best,
             ended=training.ended,
-            moved=moved,
+            moved=_moved(before, trained),
         )
+        return trained, record
 
     def _text(self, batches: Sequence[Tensor]) -> list[Tensor]:
-        """The windows, those that are held out first: they are the last ones of the corpus, and not of the
-        calibration, if it has more."""
-        text = [*batches, *getattr(batches, "further", ())][: self.windows]
-        held_out = self._held_out(len(text))
-        return text[len(text) - held_out :] + text[: len(text) - held_out]
+        """The windows, those that are held out first. They are not of the calibration if its corpus has others."""
+        more = getattr(batches, "further", lambda count: [])  # of `compress.calibration`
+        every = [*batches, *more(max(self.windows - len(batches), MOST_HELD_OUT))]
+        held_out = self._held_out(min(len(every), self.windows))
+        return [*every[len(every) - held_out :], *every[: min(self.windows, len(every)) - held_out]]
 
     def _held_out(self, windows: int) -> int:
         return min(MOST_HELD_OUT, max(1, windows // HELD_OUT))
+
+
+def _moved(before: Mapping[str, Any], changes: Changes) -> dict[str, float]:
+    """||change|| / ||weight|| of everything that has learnt."""
+    moved = {}
+    for name, linear in changes.linears.items():
+        W = before[name].dequantize()
+        moved[name] = ((linear.dequantize() - W).norm() / W.norm().clamp_min(1e-30)).item()
+    for name, value in changes.parameters.items():
+        W = before[name].float()
+        moved[name] = ((value.float() - W).norm() / W.norm()).item()
+    return moved
 
 
 @dataclass(frozen=True)

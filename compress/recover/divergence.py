@@ -26,8 +26,8 @@ def divergence(logits: Tensor, ids: Tensor, logp: Tensor, loss: str = "forward")
             are, for each position, the entropy of the student for the forward one and that of the teacher for the
             reverse one: the less certain model is drawn to the more certain one.
 
-    Source: arXiv:1503.02531 (forward), arXiv:2306.08543 (reverse). BD-KD, arXiv:2212.12965, balances both for each sample
-    by the certainty of the two models; these weights are not the paper's.
+    Source: arXiv:1503.02531 (forward), arXiv:2306.08543 (reverse). BD-KD, arXiv:2212.12965, balances both for each
+    sample by the certainty of the two models; these weights are not the paper's.
     """
     total = logits.logsumexp(-1, keepdim=True)
     student = _with_rest(logits.gather(-1, ids) - total)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from compress.embedding import CompressedEmbedding
 from compress.formats.base import Trainable
 from compress.linear import CompressedLinear, StandIn, compressed_linears, is_linear, replace, weight_of
-from compress.transforms import Rotation, parted
+from compress.transforms import parted
 from compress.walk.blocks import find_blocks, is_named
 from compress.walk.capture import device_of
 from kernels.linear.onednn import emulates
@@ -56,6 +56,11 @@ class Learned:
             for key, number in view.latent.items()
         }
 
+    @property
+    def count(self) -> int:
+        """How many numbers learn."""
+        return sum(view.count for view in self._every())
+
     def prepare(self) -> None:
         """Compute the leaves from the latent numbers, and forget their gradients."""
         for view in self._every():
@@ -72,10 +77,13 @@ class Learned:
 
 
 class _View:
-    """One tensor that learns: a leaf, the function that computes it, and the numbers on which the function depends."""
+    """One tensor that learns: a leaf, the function that computes it, the numbers on which the function depends, and how
+    many of them learn."""
 
-    def __init__(self, leaf: nn.Parameter, compute: Callable[[], Tensor], latent: Mapping[str, nn.Parameter]) -> None:
-        self.leaf, self.compute, self.latent = leaf.requires_grad_(), compute, latent
+    def __init__(
+        self, leaf: nn.Parameter, compute: Callable[[], Tensor], latent: Mapping[str, nn.Parameter], count: int
+    ) -> None:
+        self.leaf, self.compute, self.latent, self.count = leaf.requires_grad_(), compute, latent, count
 
     def prepare(self) -> None:
         with torch.no_grad():
@@ -95,13 +103,16 @@ class Stand(StandIn):
 
     Args:
         train: which of its numbers learn, see `TRAIN`; "": none.
+        keep_zeros: stored weights that are 0 stay 0.
         original: W [out, in] before the compression, or None.
         dtype: of W in products.
     """
 
-    def __init__(self, linear: CompressedLinear, train: str, original: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, linear: CompressedLinear, train: str, keep_zeros: bool, original: Tensor | None, dtype: torch.dtype
+    ) -> None:
         super().__init__(linear)
-        self.b = None if linear.bias is None else nn.Parameter(linear.bias.to(dtype), requires_grad=False)
+        self.b = None if linear.bias is None else nn.Parameter(linear.bias.to(dtype, copy=True), requires_grad=False)
         _, rounding = parted(linear.transform)
         unrounded = [part.exact and rounding is not None for part in linear.parts]  # they read x before the rounding
         views = {i: _trainable(p, train) for i, p in enumerate(linear.parts) if not unrounded[i]}
@@ -111,6 +122,10 @@ class Stand(StandIn):
             first = next(iter(self.trained))
             rest = original - sum(p.dequantize() for i, p in enumerate(linear.parts) if i != first)
             self.trained[first] = linear.parts[first].trainable(rest) or self.trained[first]
+        for i, view in self.trained.items():
+            if keep_zeros and train == "weights":
+                kept = linear.parts[i].dequantize() != 0
+                view.offsets.register_hook(lambda gradient, kept=kept: gradient * kept)
         self.rest = sum((W for i, W in fixed.items() if not unrounded[i]), torch.zeros(()))
         before = [W for i, W in fixed.items() if unrounded[i]]
         self.W = nn.Parameter(self.weight().detach().to(dtype), requires_grad=False)
@@ -123,41 +138,26 @@ class Stand(StandIn):
 
     def forward(self, x: Tensor) -> Tensor:
         before, rounding = parted(self.stands_for.transform)
-        met = x
+        turned = x
         for step in before:
-            met = _Rotated.apply(met, step) if isinstance(step, Rotation) else step(met)
-        rounded = met if rounding is None else met + (rounding(met) - met).detach()
-        y = F.linear(rounded.to(self.W.dtype), self.W, self.b)
+            turned = step(turned)
+        rounded = turned if rounding is None else turned + (rounding(turned) - turned).detach()
+        y = F.linear(rounded.to(self.W.dtype), self.W)
         if self.W_before is not None:
-            y = y + F.linear(met.to(self.W.dtype), self.W_before)
+            y = y + F.linear(turned.to(self.W.dtype), self.W_before)
         if self.by_itself:  # a part that rounds its input itself
             with torch.no_grad():
                 exact = self.stands_for(x.to(self.stands_for.dtype)).to(y.dtype)
+                exact = exact if self.b is None else exact - self.stands_for.bias.to(y.dtype)
             y = y + (exact - y).detach()
-        return y.to(x.dtype)
+        return (y if self.b is None else y + self.b).to(x.dtype)
 
     def stored(self) -> CompressedLinear:
         """The linear with the trained weights."""
         linear = self.stands_for
         parts = [self.trained[i].stored() if i in self.trained else part for i, part in enumerate(linear.parts)]
         bias = None if linear.bias is None else self.b.detach().to(linear.bias.dtype)
-        new = CompressedLinear(parts, bias, dtype=linear.dtype, transform=linear.transform)
-        if linear.looked_up:
-            new.__dict__["embedding"] = linear.__dict__["embedding"]
-        return new
-
-
-class _Rotated(torch.autograd.Function):
-    """A rotation, whose kernels have no derivatives; its derivative is the inverse rotation."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, rotation: Rotation) -> Tensor:
-        ctx.rotation = rotation
-        return rotation(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.rotation.back(grad), None
+        return CompressedLinear(parts, bias, dtype=linear.dtype, transform=linear.transform)
 
 
 def _trainable(part, train: str) -> Trainable | None:
@@ -165,21 +165,24 @@ def _trainable(part, train: str) -> Trainable | None:
     if train not in ("scales", "weights"):
         return None
     view = part.trainable()
-    if train == "scales" and view is not None:
-        view.fix_codes()
-        return view if view.factors is not None else None
-    return part.trainable_floats() if view is None else view
+    if train == "weights":
+        return part.trainable_floats() if view is None else view
+    if view is None or view.factors is None:
+        return None
+    view.fix_codes()
+    return view
 
 
 def training_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of passes: the model's own, or float32 on a processor that only emulates 16-bit products."""
-    device = device_of(model)
-    return torch.float32 if device.type == "cpu" and emulates(model.dtype) else model.dtype
+    """The dtype of passes: the model's own; but float32 on a processor that only emulates 16-bit products, and in place
+    of float16, in which most gradients would be 0."""
+    emulated = device_of(model).type == "cpu" and emulates(model.dtype)
+    return torch.float32 if emulated or model.dtype == torch.float16 else model.dtype
 
 
 @contextmanager
 def learning(
-    model: nn.Module, train: str, skip: str, originals: Mapping[str, nn.Module] = {}
+    model: nn.Module, train: str, skip: str, *, keep_zeros: bool = False, originals: Mapping[str, nn.Module] = {}
 ) -> Iterator[tuple[Learned, Callable[[], Changes]]]:
     """While the context lasts, passes through the model have gradients for all that learns, and nothing else changes.
 
@@ -189,6 +192,7 @@ def learning(
         train: "scales" (the scales of stored weights, norms and biases; codes stay), "weights" (codes and floats,
             too), or "norms" (norms and biases alone).
         skip: patterns of names of linears that do not learn.
+        keep_zeros: stored weights that are 0 stay 0.
         originals: linears before their compression, by name, from which "weights" starts within each code's step.
     """
     dtype, stored = training_dtype(model), compressed_linears(model)
@@ -200,7 +204,7 @@ def learning(
         for name, linear in stored.items():
             original = originals.get(name) if inside[name] else None
             W = None if original is None else weight_of(original)
-            stands[name] = Stand(linear, train if inside[name] else "", W, dtype)
+            stands[name] = Stand(linear, train if inside[name] else "", keep_zeros, W, dtype)
             undo.callback(replace, model, name, linear)
             replace(model, name, stands[name])
         undo.enter_context(_cast(model, dtype, before))
@@ -211,36 +215,39 @@ def learning(
 
 @contextmanager
 def _cast(model: nn.Module, dtype: torch.dtype, learn: Container[str]) -> Iterator[None]:
-    """While the context lasts, all parameters have this dtype and no gradients, and those that `learn` are copies.
-    Buffers stay as they are, because models keep some of them in float32 whatever their own dtype is."""
+    """While the context lasts, parameters of the model's dtype have this one, none has a gradient, and those that
+    `learn` are copies. Buffers, and parameters that the model keeps in another dtype, stay as they are."""
     kept = {parameter: (parameter.data, parameter.requires_grad) for parameter in model.parameters()}
     tables = {m: m.dtype for m in model.modules() if isinstance(m, CompressedEmbedding)}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(dtype, copy=name in learn)
-    for table in tables:
-        table.dtype = dtype
+    own = model.dtype
     try:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(False)
+            if parameter.dtype == own or name in learn:
+                to = dtype if parameter.dtype == own else parameter.dtype
+                parameter.data = parameter.data.to(to, copy=name in learn)
+        for table in tables:
+            table.dtype = dtype
         yield
     finally:
         for parameter, (data, had_gradient) in kept.items():
             parameter.data, parameter.grad = data, None
             parameter.requires_grad_(had_gradient)
-        for table, own in tables.items():
-            table.dtype = own
+        for table, former in tables.items():
+            table.dtype = former
 
 
 def _changes(before: Mapping[str, Tensor], views: Mapping[str, list[_View]], stands: Mapping[str, Stand]) -> Changes:
     with torch.no_grad():
         parameters = {name: views[name][0].compute().to(value.dtype).clone() for name, value in before.items()}
-        return Changes({n: s.stored() for n, s in stands.items() if s.trained or views[n]}, parameters)
+        return Changes({n: s.stored() for n, s in stands.items() if views[n]}, parameters)
 
 
 def _learns(model: nn.Module, name: str, parameter: nn.Parameter, train: str, inside: Mapping[str, bool]) -> bool:
     """Whether a parameter outside of compressed linears learns: norms and biases, and with "weights" linears."""
     owner = name.rpartition(".")[0]
-    if parameter.dim() == 1:
-        return inside.get(owner, True)
+    if parameter.dim() == 1:  # what is 0 has no size by which it could move
+        return inside.get(owner, True) and parameter.is_floating_point() and bool(parameter.any())
     return train == "weights" and inside.get(owner, False) and is_linear(model.get_submodule(owner))
 
 
@@ -253,8 +260,8 @@ def _views_of(stand: Stand, train: str) -> list[_View]:
             for key, p in view.named_parameters()
             if p.requires_grad
         }
-        views.append(_View(stand.W, stand.weight, latent))
-    if stand.b is not None and train:
+        views.append(_View(stand.W, stand.weight, latent, sum(view.learns for view in stand.trained.values())))
+    if stand.b is not None and train and stand.b.any():
         views.append(_of_floats(stand.b, stand.stands_for.bias))
     return views
 
@@ -269,4 +276,4 @@ def _of_floats(leaf: nn.Parameter, start: Tensor) -> _View:
         new = value + size * moved
         return new + (new.detach().to(start.dtype) - new).detach()
 
-    return _View(leaf, compute, {"moved": moved})
+    return _View(leaf, compute, {"moved": moved}, moved.numel())

@@ -13,6 +13,7 @@ from compress.recover.divergence import divergence
 from compress.recover.learned import Learned
 from compress.recover.teacher import POSITIONS, Teacher
 from compress.walk.capture import device_of
+from compress.walk.finite import NotFinite
 from compress.walk.parallel.ranks import progress_bar
 from compress.walk.resume import BlockStore
 from eval.record.compression import RecoveryPoint
@@ -76,7 +77,8 @@ def train(
 ) -> Training:
     """Train what learns in a model; it has the values with the best score afterwards, or those from before.
 
-    A run that is killed goes on, with the same `store`, from its last score, and gives the same result bit by bit.
+    A run that is killed goes on, with the same `store`, from its last score. On a CPU it gives the same result bit
+    by bit.
 
     Args:
         windows: LongTensors [1, T], of which the first ones are held out.
@@ -120,7 +122,8 @@ class _Loop:
             state.seconds += time.perf_counter() - start
             times.append(time.perf_counter() - start)
             if state.step == TIMED and self.schedule.minutes:
-                self._fit(sum(times[1:]) / max(len(times) - 1, 1))
+                timed = times[1:] or times
+                self._fit(sum(timed) / len(timed))
                 progress.total = state.steps
             if not state.ended and (state.step in self._checks()):
                 self._check()
@@ -216,6 +219,8 @@ class _Loop:
         state.seconds += time.perf_counter() - start
         state.curve.append(RecoveryPoint(state.step, state.tokens, state.seconds, loss, score))
         self.losses.clear()
+        if len(state.curve) == 1 and not math.isfinite(score):
+            raise NotFinite("the compressed model's predictions for held-out text are NaN or infinite before training")
         if score < best:
             state.best, self.best = state.step, {key: p.detach().clone() for key, p in self.latent.items()}
         elif not score < 2 * state.curve[0].divergence:
@@ -233,14 +238,14 @@ class _Loop:
             for name, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"{name}.{key}"] = value
         state = {**vars(self.state), "curve": [vars(point) for point in self.state.curve]}
-        self.store.put(0, tensors, {"training": state})
+        self.store.put(0, tensors, {"training": state, "losses": self.losses})
 
     def _resume(self) -> None:
         found = self.store.get(0) if self.store else None
         if found is None:
             return
         tensors, about = found
-        kept = about["training"]
+        kept, self.losses = about["training"], about["losses"]
         self.state = Training(**{**kept, "curve": [RecoveryPoint(**point) for point in kept["curve"]]})
         self.best = {key: tensors[f"best.{key}"].to(p.device) for key, p in self.latent.items()}
         self._load({key: tensors[f"now.{key}"] for key in self.latent})

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from compress.recover.at_head import AtHead
 from compress.recover.divergence import likeliest
 from compress.walk.capture import device_of
+from compress.walk.finite import NotFinite
 from compress.walk.parallel.ranks import progress_bar
 from compress.walk.resume import BlockStore
 from kernels.linear import fast_linear
@@ -48,7 +49,11 @@ class Teacher:
                 hidden = at_head.hidden(windows[i].to(device))
                 pieces = [likeliest(at_head.logits(piece), KEPT) for piece in hidden.split(POSITIONS)]
                 ids, logp = (torch.cat(both).cpu() for both in zip(*pieces, strict=True))
-                self.store.put(i, {"ids": ids.int(), "logp": logp.half()}, {})
+                if not logp.isfinite().all():
+                    raise NotFinite(
+                        f"the original model's predictions for window {i} of the training text are NaN or infinite"
+                    )
+                self.store.put(i, {"ids": ids.int(), "logp": logp}, {})
         self.store.put(len(windows), {}, {"windows": count, "seconds": time.perf_counter() - start})
 
     def written(self, windows: int) -> tuple[int, float]:
@@ -59,4 +64,4 @@ class Teacher:
     def of(self, window: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Ids and log-probabilities [T, k] of the likeliest tokens at each position of a window."""
         tensors, _ = self.store.get(window)
-        return tensors["ids"].long().to(device), tensors["logp"].float().to(device)
+        return tensors["ids"].long().to(device), tensors["logp"].to(device)

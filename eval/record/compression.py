@@ -96,9 +96,9 @@ class RecoveryRecord:
     """The recovery of a compressed model by training; a row of the record's `recoveries`.
 
     method: as in the recipe. windows, held_out: number of windows of text that were there, and of those not trained on.
-    learned: the number of values that learn. teacher_seconds: time of the original model's predictions, 0 if they were
-    on disk. curve: the first score is that before training. kept: the update whose values the model has. ended: why
-    training ended. moved: by weight, ||change|| / ||weight||.
+    learned: the number of values that learn. teacher_seconds: time of the original model's predictions. curve: the
+    first score is that before training. kept: the update whose values the model has. ended: why training ended. moved:
+    by weight, ||change|| / ||weight||.
     """
 
     method: str

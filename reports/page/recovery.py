@@ -24,11 +24,12 @@ def figures(recoveries: Iterable[Any], name: str = "compressed") -> Figures:
 
 def context(run: RunRecord) -> dict[str, Any]:
     """The data for templates/recovery.html from a record; {} if no model was trained."""
-    trained = {name: own for name, own in run.recoveries.items() if own}
+    trained = {name: [one for one in own if one.curve] for name, own in run.recoveries.items()}
+    trained = {name: own for name, own in trained.items() if own}
     if not trained:
         return {}
     models = [
-        {"name": name, "said": [_said(one) for one in own], "moved": [_moved(one.moved) for one in own]}
+        {"name": name, "said": [_said(one) for one in own], "moved": [_moved(one.moved) for one in own if one.moved]}
         for name, own in trained.items()
     ]
     return {"models": models, "curve": _curve(trained)}
