@@ -79,6 +79,11 @@ class CompressedLinear(nn.Module):
         return sum(part.nbytes for part in self.parts)
 
     @property
+    def macs(self) -> int:
+        """Multiply-adds of the product with one token."""
+        return sum(part.macs(part.spec()) for part in self.parts)
+
+    @property
     def bits_per_weight(self) -> float:
         """Stored bits per weight, floats that are cast with the model counted as 16 bits."""
         return sum(part.bits_per_weight for part in self.parts)

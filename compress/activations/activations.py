@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from compress.formats import FORMATS as STORED
 from compress.formats import Dense, Format
 from compress.grid.integer import check_group_size
 from compress.method import knob
@@ -94,7 +95,7 @@ class Activations(LayerwiseMethod):
         check_group_size(GROUPS.get(self.format, self.group_size), name, shape)
 
     def takes(self, parts: list[dict[str, Any]]) -> bool:
-        return True
+        return not all(STORED[part["format"]].exact for part in parts)  # such parts read inputs as they are
 
     def solve(self, W: Tensor, statistics: LayerStatistics) -> list[Format]:
         return list(statistics.stored) or [Dense(W.to(statistics.dtype))]

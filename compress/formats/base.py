@@ -145,6 +145,11 @@ class Format(nn.Module):
         return bits_in_groups(spec, float_bits)
 
     @classmethod
+    def macs(cls, spec: dict[str, Any]) -> int:
+        """Multiply-adds of the product with one token; those of few entries beside a larger part are not counted."""
+        return 0 if cls.exact else spec["shape"][0] * spec["shape"][1]
+
+    @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "Format":
         """The weight that `spec()` and `state_dict()` described.
 

@@ -59,6 +59,10 @@ class LowRankWeight(AsStored):
         return spec["bits"] * spec["rank"] * sum(spec["shape"]) / math.prod(spec["shape"])
 
     @classmethod
+    def macs(cls, spec: dict[str, Any]) -> int:
+        return spec["rank"] * sum(spec["shape"])
+
+    @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "LowRankWeight":
         stored = Stored(spec, tensors)
         bits, rank = stored.number("bits", BITS), stored.number("rank", range(1, min(stored.shape) + 1))

@@ -78,7 +78,8 @@ class Sparse24Weight(Sparse):
         ran("sparse24_matmul", "cusparselt" if self.fast_places is None else "cutlass")
         out, columns = self.shape
         flat = x.reshape(-1, columns)
-        padded = F.pad(flat, (0, -columns % COLUMNS, 0, -len(flat) % TOKENS)).contiguous()
+        beyond = -columns % COLUMNS, -len(flat) % TOKENS
+        padded = F.pad(flat, (0, beyond[0], 0, beyond[1])) if any(beyond) else flat.contiguous()
         if self.fast_places is None:
             y = torch._cslt_sparse_mm(fast, padded.t(), transpose_result=True)  # [tokens, out], padded
         else:

@@ -241,7 +241,7 @@ def check_grid(method: Any, name: str, shape: tuple[int, int]) -> None:
         same = [other for other, one in TABLES.items() if one.bits == method.bits]
         raise ValueError(
             f"{shown} has codes of {values.bits} bits: `bits` (={method.bits}) must be {values.bits}; grids of "
-            f"{method.bits} bits: {', '.join(['int', *same])}"
+            f"{method.bits} bits: {', '.join([*(['int'] if method.bits in BITS else []), *same])}"
         )
     if values.group_size not in (None, method.group_size):
         raise ValueError(f"{shown} has groups of {values.group_size}: `group_size` (={method.group_size}) must be that")

@@ -102,7 +102,7 @@ class Mixed(LayerwiseMethod):
             )
         if where != "blocks" and self.loss not in MEASURED:
             raise ValueError(
-                f"`loss` (={self.loss!r}) of {self.name} orders blocks, not the embedding: one of "
+                f"`loss` (={self.loss!r}) of {self.name} orders blocks, not the embedding: "
                 f"one of {', '.join(MEASURED)} works, or choices for the blocks alone"
             )
 

@@ -21,12 +21,7 @@ from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import LayerStatistics
 from eval.record.compression import LayerRecord
 
-LEVELS = (
-    0.2,
-    0.4,
-    0.6,
-    0.8,
-)  # ratios at which the losses of a linear are measured, the least and the largest it may get
+LEVELS = (0.2, 0.4, 0.6, 0.8)  # ratios at which the losses of a linear are measured, from the least to the largest
 STEP = 0.02  # distance between the ratios from which each linear's ratio is chosen
 
 
@@ -88,6 +83,11 @@ class SVD(LayerwiseMethod):
         for method in before:
             if method.stage == "sparsify":
                 raise ValueError(f"`recipe`: {self} would fill the zeros that {method} made: leave one of the two out")
+        for method in after:
+            if method.stage == "quantize_activations":
+                raise ValueError(
+                    f"`recipe`: {method} would round nothing after {self}, whose factors read inputs as they are"
+                )
         return self
 
     def own_passes(self) -> str:

@@ -67,8 +67,9 @@ def measure_cache_speed(
     Raises:
         ValueError: no full cache among the variants, or numbers that are not positive.
     """
+    check_positive(new_tokens=new_tokens, rounds=rounds)
     for context in contexts:
-        check_positive(new_tokens=new_tokens, rounds=rounds, contexts=context)
+        check_positive(contexts=context)
     if FULL not in variants:
         raise ValueError(
             f"`variants` (={list(variants)}) must hold {FULL!r}, the cache with which all others are compared"

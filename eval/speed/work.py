@@ -66,11 +66,14 @@ class Work:
 
 
 class StoredLinear(nn.Module):
-    """Stands for a linear whose weight will take `nbytes` stored bytes, in a model whose work is counted."""
+    """Stands for a linear whose weight will take `nbytes` stored bytes, in a model whose work is counted.
 
-    def __init__(self, out_features: int, in_features: int, nbytes: int, bias: Tensor | None = None) -> None:
+    macs: multiply-adds of its product with one token.
+    """
+
+    def __init__(self, out_features: int, in_features: int, nbytes: int, macs: int, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.out_features, self.in_features, self.nbytes = out_features, in_features, nbytes
+        self.out_features, self.in_features, self.nbytes, self.macs = out_features, in_features, nbytes, macs
         self.register_buffer("bias", bias)
 
 
@@ -92,7 +95,8 @@ def work(model: nn.Module, *, cache: tuple[CacheLayer, ...] | None = None) -> Wo
     """
     counter = _Counter(getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None))
     counter.count(model)
-    dtype = str(next(p.dtype for p in model.parameters() if p.is_floating_point())).removeprefix("torch.")
+    floats = (p.dtype for p in model.parameters() if p.is_floating_point())
+    dtype = str(next(floats, torch.bfloat16)).removeprefix("torch.")
     cache = _cache_layers(model) if cache is None else cache
     return Work(counter.once, counter.a_row, counter.macs, tuple(counter.experts), cache, dtype)
 
@@ -118,7 +122,7 @@ class _Counter:
         ):  # stored compressed, with its own counts
             beside = sum(t.nbytes for name, t in _stored(module).items() if not name.startswith("parts."))
             self.once += module.nbytes + beside
-            self.macs += module.out_features * module.in_features
+            self.macs += getattr(module, "macs", module.out_features * module.in_features)
             return
         routed = _routed(module)
         tensors = {name: t for name, t in _stored(module, recurse=False).items() if name not in routed}

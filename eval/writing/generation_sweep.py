@@ -341,6 +341,13 @@ def check_generations(
     Args: as in `compare_generations`, for one of the models.
     """
     check_positive(new_tokens=new_tokens, seeds=seeds)
+    if isinstance(prompts, str) or not prompts or not all(isinstance(p, str) and p.strip() for p in prompts):
+        raise ValueError(f"`prompts` (={prompts!r}) must be a list of texts, none of them empty")
+    if len(set(prompts)) < len(prompts):
+        twice = next(prompt for prompt in prompts if list(prompts).count(prompt) > 1)
+        raise ValueError(
+            f"`prompts` has {twice!r} twice, which gives no new texts; `seeds` gives more texts of one prompt"
+        )
     bad = [
         t for t in temperatures if isinstance(t, bool) or not isinstance(t, int | float) or not _COLDEST <= t < math.inf
     ]

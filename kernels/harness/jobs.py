@@ -131,6 +131,7 @@ class Workers:
     def _finish(self, worker: Worker) -> tuple[TrialJob | None, bool]:
         """(the rest of the job, whether it goes on at once); the item at which it crashed is recorded."""
         why, status = worker.late(), worker.end()
+        worker.listen(self.note)  # what it sent before it ended
         job, lines = worker.job, worker.lines
         if worker.said:
             with self.errors.open("a", encoding="utf-8") as file:

@@ -117,6 +117,7 @@ def test_layers_that_matter_keep_more(tiny, tokens):
         ("svd(ratio=0.9, allocation=adaptive)", r"`ratio` \(=0.9\) of svd must be at most 0.8 with `allocation`"),
         ("svd(where=all)", r"`where` \(='all'\) of svd must be 'blocks'"),
         ("wanda, svd", "would fill the zeros that wanda"),
+        ("svd, activations", "activations would round nothing after svd"),
         ("svd, gptq", "both are of the kind 'quantize_weights'"),
     ],
 )

@@ -302,6 +302,10 @@ def test_dtypes_are_each_models_own(endless, tokenizer):
     [
         ({"new_tokens": 0}, r"`new_tokens` \(=0\)"),
         ({"seeds": True}, r"`seeds` \(=True\)"),
+        ({"prompts": []}, "`prompts`"),
+        ({"prompts": "w7"}, "a list of texts"),
+        ({"prompts": ["w7", " "]}, "none of them empty"),
+        ({"prompts": ["w7", "w8", "w7"]}, "'w7' twice"),
         ({"temperatures": [0.5, 0]}, r"which 0 is not; greedy, the temperature 0, is always done"),
         ({"temperatures": [float("nan")]}, "`temperatures`"),
         ({"temperatures": [math.inf]}, "`temperatures`"),

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from compress import apply, load_model, save_compressed
+from compress.linear import compressed_linears
 from eval.speed.cost import predict
 from eval.speed.devices import DATA_SHEETS, ceilings_of
 from eval.speed.work import work
@@ -65,6 +66,19 @@ def test_a_smaller_cache_takes_its_share(capsys):
     assert rows["rtn(bits=8)"][1] == f"{30 * 2 * 3 * 64 * 2 * 8192 / 4e6:,.1f} MB"
 
 
+def test_zeros_and_thin_factors_count_as_they_are_stored_and_multiplied(folder, tiny, tokens, capsys):
+    place, recipes = folder("llama"), ["wanda(ratio=0.5)", "svd(ratio=0.5)"]
+    assert main(["cost", place, *given(*recipes), *ARGUMENTS]) == 0
+    rows, model = printed(capsys), tiny("llama")
+    for text in recipes:
+        made = apply(text, copy.deepcopy(model).bfloat16(), tokens(2)).model
+        row = predict(text, work(deployed(made)), **AT, ceilings=ceilings_of("l4")[0])
+        assert rows[text][0] == f"{row.weight_bytes / 1e6:,.1f} MB"
+        assert row.weight_bytes < predict("", work(deployed(model)), **AT, ceilings=ceilings_of("l4")[0]).weight_bytes
+    linears = compressed_linears(made).values()  # of svd
+    assert all(linear.macs == linear.parts[0].rank * sum(linear.parts[0].shape) for linear in linears)
+
+
 def test_the_cache_of_latent_attention(tmp_path, capsys):
     """70.272 kB a token, "Insights into DeepSeek-V3" (arXiv:2505.09343, table 1)."""
     latent = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -101,6 +115,7 @@ def test_a_device_by_its_data_sheet():
             ["--recipe", "layer_drop(count=1), rtn"],
             "must do without layer_drop(target='attention', count=1): what it drops",
         ),
+        (["--recipe", "mixed(budget_mb=60, choices='rtn(bits={3, 8})')"], "what it chooses depends on the weights"),
         (["--recipe", "rtn(bits=4, group_size=48)"], "`group_size` (=48)"),
         (["--recipe", "rnt"], "rnt is not a method; did you mean rtn?"),
     ],

@@ -127,23 +127,26 @@ def _stored(text: str, model: Any) -> Any:
     """The outline of a model in which stand-ins of their stored size are in the place of what a recipe compresses."""
     from compress.checkpoint.fits import linears_to_be
     from compress.embedding import find_ends
-    from compress.formats import bits_of
+    from compress.formats import FORMATS, bits_of
     from compress.linear import replace, sharing_copy
     from compress.walk.experts import split_experts
     from eval.speed.work import StoredLinear, StoredTable
     from kernels.support.deploy import deployed
 
-    specs, _ = linears_to_be(_settled(text, model), model)
+    recipe = _settled(text, model)
+    specs, _ = linears_to_be(recipe, model)
+    zeros = max((method.zeros for method in recipe), default=0.0)
     outline = deployed(sharing_copy(model))
     if specs.keys() - dict(outline.named_modules()).keys():
         split_experts(outline)
     ends = find_ends(outline)
     for name, spec in specs.items():
         out, columns = spec["parts"][0]["shape"]
-        size = round(bits_of(spec["parts"]) * out * columns / 8)
+        size = round(bits_of(spec["parts"], zeros=zeros) * out * columns / 8)
         if name != ends.embedding:
             bias = getattr(outline.get_submodule(name), "bias", None)
-            replace(outline, name, StoredLinear(out, columns, size, bias))
+            macs = sum(FORMATS[part["format"]].macs(part) for part in spec["parts"])
+            replace(outline, name, StoredLinear(out, columns, size, macs, bias))
         if name == ends.embedding or (ends.tied and name == ends.head):
             replace(outline, ends.embedding, StoredTable(out, size))
     return outline
@@ -164,6 +167,8 @@ def _settled(text: str, model: Any) -> list[Any]:
             instead = "the size of a cache is given by --cache-bits and --kept"
         elif method.stage == "drop":
             instead = "what it drops depends on the weights; the notebook `recipe` predicts the cost of loaded models"
+        elif len(method.variants()) > 1:
+            instead = "what it chooses depends on the weights; the notebook `recipe` predicts the cost of loaded models"
         else:
             continue
         raise ValueError(f"`--recipe` (={text!r}) must do without {method}: {instead}")
