@@ -67,7 +67,7 @@ def test_values_in_braces_stand_for_a_recipe_each():
         ("gptq(bit=4)", "`bit` is not a knob of gptq; did you mean `bits`?"),
         ("gptq(bits=four)", r"`bits` \(='four'\) of gptq must be int"),
         ("gptq(bits=2 + 2)", r"`bits` \(=2 \+ 2\) of gptq must be a literal"),
-        ("gptq(bits=7)", r"`bits` \(=7\) of gptq must be one of 2, 3, 4"),
+        ("gptq(bits=7)", r"`bits` \(=7\) of gptq must be one of 1, 2, 3, 4"),
         ("gptq(**{'bits': 4})", "`None` is not a knob"),
     ],
 )

@@ -262,7 +262,7 @@ def test_bad_recipes_are_refused_before_any_work(tiny, tokens):
 @pytest.mark.parametrize(
     "knobs, message",
     [
-        ({"bits": 7}, r"`bits` \(=7\) of gptq must be one of 2, 3, 4, 5, 6, 8"),
+        ({"bits": 7}, r"`bits` \(=7\) of gptq must be one of 1, 2, 3, 4, 5, 6, 8"),
         ({"bits": "4"}, r"`bits` \(='4'\) of gptq must be int"),
         ({"bits": True}, r"`bits` \(=True\) of gptq must be int"),
         ({"damp": -0.1}, r"`damp` \(=-0.1\) of gptq must lie between 0 and 1"),
