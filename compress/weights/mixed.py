@@ -142,6 +142,8 @@ class Mixed(LayerwiseMethod):
                     f"`loss` (='fisher') of {self.name} needs gradients of uncompressed weights, and {other} has "
                     "stored them already; loss='kl' works"
                 )
+        for method in self.methods.values():
+            method.within(before, after)
         return self
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]]:

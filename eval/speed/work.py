@@ -180,17 +180,12 @@ def _routed(module: nn.Module) -> set[str]:
     return lists | fused | biases
 
 
-def cache_bytes_per_token(config: PreTrainedConfig, *, bits: float = 16, kept: float = 1.0) -> float:
-    """Bytes by which a model's cache grows with each token, from its configuration alone, so for models of any size.
+def cache_bytes_per_token(config: PreTrainedConfig) -> int:
+    """Bytes in 16 bits by which a model's cache grows with each token, from its configuration alone, so for models of
+    any size.
 
     Layers with a window do not grow and are not counted. Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)
     keeps one compressed vector and one rotated key for all heads.
-
-    Args:
-        config: of a transformers decoder.
-        bits: per number, scales included (`kv_int` in 4 bits with groups of 64: 4.5 for keys and, with 64 channels,
-            for values).
-        kept: share of the positions that remain after eviction.
     """
     config = config.get_text_config(decoder=True)
     kinds, _ = get_layer_types_and_kwargs(config)
@@ -203,7 +198,7 @@ def cache_bytes_per_token(config: PreTrainedConfig, *, bits: float = 16, kept: f
             numbers += own.kv_lora_rank + own.qk_rope_head_dim
         else:
             numbers += 2 * (getattr(own, "num_key_value_heads", None) or own.num_attention_heads) * head_width(own)
-    return numbers * bits / 8 * kept
+    return 2 * numbers
 
 
 def config_of_layer(config: PreTrainedConfig, number: int) -> PreTrainedConfig:

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
 from compress import METHODS, apply
 from compress.walk.experts import split_experts
@@ -14,7 +15,7 @@ from eval.machine.size import size
 from eval.record.reading import plain, row
 from eval.record.speed import Cost, CostCeilings, CostRow, GridRow, Speed, TimingSettings
 from eval.speed.cost import cost_model, predict, speed_rows
-from eval.speed.work import Experts, Work, work
+from eval.speed.work import Experts, Work, cache_bytes_per_token, work
 from kernels.harness.roofline import Ceilings
 from kernels.support.deploy import deployed
 
@@ -157,3 +158,23 @@ def test_predictions_meet_measurements(tiny):
 
 def test_work_of_nothing_but_weights():
     assert Work(10.0, 2.0, 3.0, (Experts(8.0, 4.0, 4, 2),), (), "bfloat16").weight_bytes(2) == 10 + 4 + 8 * 0.75
+
+
+def test_published_sizes_of_caches():
+    """Of "Insights into DeepSeek-V3" (arXiv:2505.09343, table 1): 70.272, 327.680 and 516.096 kB a token."""
+    v3 = AutoConfig.for_model("deepseek_v3", num_hidden_layers=61, kv_lora_rank=512, qk_rope_head_dim=64)
+    qwen = AutoConfig.for_model(
+        "qwen2", num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, num_key_value_heads=8
+    )
+    llama = AutoConfig.for_model(
+        "llama", num_hidden_layers=126, hidden_size=16384, num_attention_heads=128, num_key_value_heads=8
+    )
+    assert [cache_bytes_per_token(config) for config in (v3, qwen, llama)] == [70_272, 327_680, 516_096]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt2", "gemma4_unified_text"])
+def test_a_token_of_the_cache_is_what_the_model_keeps(tiny, architecture):
+    """By the configuration, and by the model in float32."""
+    model = tiny(architecture, layers=4)
+    grows = sum(layer.bytes for layer in work(model).cache if layer.window is None)
+    assert 2 * cache_bytes_per_token(model.config) == grows
