@@ -236,7 +236,7 @@ def test_a_rotation_and_the_rounding_after_it_in_one_kernel_give_the_same(inputs
     recipe = f"rotate(stream=none, heads=False, online=all), rtn(bits=4, group_size=16), {inputs}"
     model, ids = apply(parse_recipe(recipe), tiny("llama"), []).model, tokens(2)[0]
     expected = model(ids).logits
-    for name in ("rotates_into_codes", "multiplies_codes"):
+    for name in ("fast", "rotates_into_codes", "multiplies_codes"):
         monkeypatch.setattr(f"compress.formats.base.{name}", lambda *_: True)
     with recording() as ran:
         y = model(ids).logits
