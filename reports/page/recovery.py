@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from eval.record.compression import RecoveryRecord
-from eval.record.metrics import fmt, number, percent
+from eval.record.metrics import fmt, number
 from eval.record.rows import RunRecord, typed
 from reports.parts import plots
 from reports.parts.figures import Figures
@@ -47,7 +47,7 @@ def _said(one: RecoveryRecord) -> str:
         "the model is as it was before training"
     )
     return (
-        f"{clean(one.method, 120)}: {fmt(one.learned, ',d')} values learnt in {fmt(last.step, ',d')} updates, "
+        f"{clean(one.method, 120)}: {fmt(one.learned, ',d')} values learned in {fmt(last.step, ',d')} updates, "
         f"{fmt(last.tokens, ',d')} tokens of {fmt(trained, ',d')} windows, {fmt(last.seconds / 60, '.1f')} minutes, "
         f"after {fmt((one.teacher_seconds or 0) / 60, '.1f')} minutes for the original model's predictions. {brought}. "
         f"It ended because {clean(one.ended, 200)}; the values are those after update {fmt(one.kept, ',d')}."
@@ -56,7 +56,8 @@ def _said(one: RecoveryRecord) -> str:
 
 def _moved(moved: Mapping[str, float]) -> str:
     largest = sorted(moved.items(), key=lambda pair: -pair[1])[:MOST_MOVED]
-    return "Moved most: " + ", ".join(f"{clean(name, 80)} by {percent(share)}" for name, share in largest)
+    shown = ", ".join(f"{clean(name, 80)} ({fmt(share, '.2g', 100)} %)" for name, share in largest)
+    return f"The largest changes, relative to the norm of the weight: {shown}"
 
 
 def _curve(trained: Mapping[str, Iterable[RecoveryRecord]]) -> str:

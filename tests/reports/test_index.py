@@ -106,7 +106,10 @@ def test_headline_numbers_are_the_records(outcomes):
             by_text = base["perplexity_wikitext2"] / small["perplexity_wikitext2"]
             assert kept == pytest.approx(sum(kept_of_tasks) / len(kept_of_tasks) if kept_of_tasks else by_text)
             assert smaller == pytest.approx(base["stored_bytes"] / small["stored_bytes"])
-            assert float(cells[8]) == small["decode_tokens_per_s"] / base["decode_tokens_per_s"]
+            if record["speed"]:
+                assert float(cells[8]) == small["decode_tokens_per_s"] / base["decode_tokens_per_s"]
+            else:
+                assert not cells[8].strip(), "nothing is said of what was not timed"
 
 
 def test_tasks_come_before_perplexity():
