@@ -112,8 +112,9 @@ class Method:
     def check(self, model: nn.Module) -> None:
         """Raise ValueError, before any work, if this method with its knobs cannot be applied to this model."""
 
-    def check_text(self, batches: Sequence[Tensor]) -> None:
-        """Raise ValueError, before any work, if these calibration batches have not the text that this method needs."""
+    def check_run(self, model: nn.Module, batches: Sequence[Tensor], device: torch.device, processes: int) -> None:
+        """Raise ValueError, before any work, if this method cannot act with these calibration batches, on this device,
+        or in so many processes."""
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]] | None:
         """The `Format.spec()` of each part that this method will store for a weight [out, in]; None if it leaves

@@ -112,7 +112,7 @@ def plan(
             settled = _calibrated_once(settled)
         _check_batches(batches, model, needed=[method.name for method in settled if method.needs_calibration])
         for method in settled:
-            method.check_text(batches)
+            method.check_run(model, batches, where, count)
         identity, tokens = model_identity(model), tokens_identity(batches)
         if walks(settled) and len(batches) and not is_offloaded(model):
             check_runs(model, find_blocks(model)[1], batches[0])

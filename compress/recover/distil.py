@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from compress.linear import compressed_linears
 from compress.method import Method, knob
 from compress.recover.divergence import LOSSES
 from compress.recover.learned import TRAIN, Changes, learning
-from compress.recover.loop import Schedule, train
+from compress.recover.loop import Loop, Schedule
 from compress.recover.teacher import Teacher
 from compress.walk.blocks import check_skip
 from compress.walk.capture import device_of
@@ -100,11 +101,23 @@ class Distil(Method):
                 "weights='memory'"
             )
         check_skip(model, self.skip, self.name)
+        if self.train == "norms" and not any(p.dim() == 1 and (p.is_meta or p.any()) for p in model.parameters()):
+            raise ValueError(f"`train` (='norms') of {self.name}: this model has no norms or biases that could learn")
 
-    def check_text(self, batches: Sequence[Tensor]) -> None:
+    def check_run(self, model: nn.Module, batches: Sequence[Tensor], device: torch.device, processes: int) -> None:
         there = len(self._text(batches))
         if there < 2:
             raise ValueError(f"`batches` has {there} windows for {self}; it needs at least 2, one of which is held out")
+        if device.type != device_of(model).type:
+            raise ValueError(
+                f"`device` (={str(device)!r}): {self.name} trains the whole model where it lies, on "
+                f"{device_of(model)}: load it on the other device"
+            )
+        if processes > 1 and not 0 < self.minutes <= LONGEST_ALONE:
+            raise ValueError(
+                f"`minutes` (={self.minutes:g}) of {self.name} must be above 0, and {LONGEST_ALONE} at most, with "
+                "several processes: the first one trains, and the others wait for it"
+            )
 
     def own_passes(self) -> str:
         return "the predictions of the original model, and training"
@@ -113,21 +126,7 @@ class Distil(Method):
         return "model", longest
 
     def prepare(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> "Prepared":
-        """The predictions of the original model.
-
-        Raises:
-            ValueError: the model does not lie where it is trained, or other processes would wait for too long.
-        """
-        if context.device.type != device_of(model).type:
-            raise ValueError(
-                f"`device` (={str(context.device)!r}): {self.name} trains the whole model where it lies, on "
-                f"{device_of(model)}: load it on the other device"
-            )
-        if current().count > 1 and not 0 < self.minutes <= LONGEST_ALONE:
-            raise ValueError(
-                f"`minutes` (={self.minutes:g}) of {self.name} must be above 0, and {LONGEST_ALONE} at most, with "
-                "several processes: the first one trains, and the others wait for it"
-            )
+        """The predictions of the original model."""
         text = self._text(batches)
         made = Prepared.at(context.store, text, self._held_out(len(text)))
         if current().rank == 0:
@@ -164,9 +163,8 @@ class Distil(Method):
             if not learned.count:
                 raise ValueError(f"`train` (={self.train!r}) of {self.name}: nothing in this model can learn by it")
             store = _beside(context.store, "training", prepared.text)
-            training = train(
-                model, learned, prepared.text[:count], prepared.teacher, schedule, name=self.name, store=store
-            )
+            how = {"name": self.name, "store": store}
+            training = Loop(model, learned, prepared.text[:count], prepared.teacher, schedule, **how).run()
             trained = changes()
         record = RecoveryRecord(
             method=str(self),
@@ -178,6 +176,7 @@ class Distil(Method):
             kept=training.best,
             ended=training.ended,
             moved=_moved(before, trained),
+            fixed=len(compressed_linears(model)) - len(trained.linears),
         )
         return trained, record
 

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from compress.embedding import CompressedEmbedding
-from compress.formats.base import Trainable
-from compress.linear import CompressedLinear, StandIn, compressed_linears, is_linear, replace, weight_of
+from compress.formats.base import Format, Trainable
+from compress.linear import CompressedLinear, compressed_linears, is_linear, replace, weight_of
+from compress.recover.trained_parts import TrainedParts
 from compress.transforms import parted
 from compress.walk.blocks import find_blocks, is_named
 from compress.walk.capture import device_of
@@ -98,7 +99,7 @@ class _View:
             self.leaf.grad = None
 
 
-class Stand(StandIn):
+class DistilledLinear(TrainedParts):
     """Stands for a compressed linear in passes with gradients: y = W x' + b, with W and b in floats.
 
     Args:
@@ -111,30 +112,20 @@ class Stand(StandIn):
     def __init__(
         self, linear: CompressedLinear, train: str, keep_zeros: bool, original: Tensor | None, dtype: torch.dtype
     ) -> None:
-        super().__init__(linear)
-        self.b = None if linear.bias is None else nn.Parameter(linear.bias.to(dtype, copy=True), requires_grad=False)
-        _, rounding = parted(linear.transform)
-        unrounded = [part.exact and rounding is not None for part in linear.parts]  # they read x before the rounding
-        views = {i: _trainable(p, train) for i, p in enumerate(linear.parts) if not unrounded[i]}
-        self.trained = {i: view for i, view in views.items() if view is not None}  # by the number of the part
-        fixed = {i: part.dequantize() for i, part in enumerate(linear.parts) if i not in self.trained}
-        if self.trained and train == "weights" and original is not None:
-            first = next(iter(self.trained))
-            rest = original - sum(p.dequantize() for i, p in enumerate(linear.parts) if i != first)
-            self.trained[first] = linear.parts[first].trainable(rest) or self.trained[first]
-        for i, view in self.trained.items():
-            if keep_zeros and train == "weights":
-                kept = linear.parts[i].dequantize() != 0
-                view.offsets.register_hook(lambda gradient, kept=kept: gradient * kept)
-        self.rest = sum((W for i, W in fixed.items() if not unrounded[i]), torch.zeros(()))
-        before = [W for i, W in fixed.items() if unrounded[i]]
+        rounds = parted(linear.transform)[1] is not None
+        unrounded = {i: part for i, part in enumerate(linear.parts) if part.exact and rounds}
+        views = {i: _trainable(part, train) for i, part in enumerate(linear.parts) if i not in unrounded}
+        views = {i: view for i, view in views.items() if view is not None}
+        if views and train == "weights" and original is not None:
+            first = next(iter(views))
+            rest = original - sum(part.dequantize() for i, part in enumerate(linear.parts) if i != first)
+            views[first] = linear.parts[first].trainable(rest) or views[first]
+        super().__init__(linear, views, keep_zeros=keep_zeros, apart=unrounded)
+        before = sum(part.dequantize() for part in unrounded.values())
         self.W = nn.Parameter(self.weight().detach().to(dtype), requires_grad=False)
-        self.W_before = nn.Parameter(sum(before).to(dtype), requires_grad=False) if before else None
+        self.W_before = nn.Parameter(before.to(dtype), requires_grad=False) if unrounded else None
+        self.b = None if linear.bias is None else nn.Parameter(linear.bias.to(dtype, copy=True), requires_grad=False)
         self.by_itself = any(part.activation_bits is not None for part in linear.parts)
-
-    def weight(self) -> Tensor:
-        """W [out, in] in float32, of all parts that read the rounded input; differentiable."""
-        return sum((view.weight() for view in self.trained.values()), self.rest)
 
     def forward(self, x: Tensor) -> Tensor:
         before, rounding = parted(self.stands_for.transform)
@@ -153,14 +144,13 @@ class Stand(StandIn):
         return (y if self.b is None else y + self.b).to(x.dtype)
 
     def stored(self) -> CompressedLinear:
-        """The linear with the trained weights."""
-        linear = self.stands_for
-        parts = [self.trained[i].stored() if i in self.trained else part for i, part in enumerate(linear.parts)]
-        bias = None if linear.bias is None else self.b.detach().to(linear.bias.dtype)
-        return CompressedLinear(parts, bias, dtype=linear.dtype, transform=linear.transform)
+        linear = super().stored()
+        if self.b is not None:
+            linear.bias = self.b.detach().to(linear.bias.dtype)
+        return linear
 
 
-def _trainable(part, train: str) -> Trainable | None:
+def _trainable(part: Format, train: str) -> Trainable | None:
     """A view of a stored part of which only the numbers of `train` have gradients; None if it has none of them."""
     if train not in ("scales", "weights"):
         return None
@@ -189,8 +179,8 @@ def learning(
     Gives what learns, and a function that gives the changes; the model gets back its modules and values at the end.
 
     Args:
-        train: "scales" (the scales of stored weights, norms and biases; codes stay), "weights" (codes and floats,
-            too), or "norms" (norms and biases alone).
+        train: "scales" (the scales of stored weights, and every vector of the model, which are norms, biases and the
+            like; codes stay), "weights" (codes and floats, too), or "norms" (vectors alone).
         skip: patterns of names of linears that do not learn.
         keep_zeros: stored weights that are 0 stay 0.
         originals: linears before their compression, by name, from which "weights" starts within each code's step.
@@ -199,12 +189,12 @@ def learning(
     prefix, _ = find_blocks(model)
     inside = {n: n.startswith(f"{prefix}.") and not is_named(n, skip) for n, m in model.named_modules() if is_linear(m)}
     before = {n: p.detach() for n, p in model.named_parameters() if _learns(model, n, p, train, inside)}
-    stands: dict[str, Stand] = {}
+    stands: dict[str, DistilledLinear] = {}
     with ExitStack() as undo:
         for name, linear in stored.items():
             original = originals.get(name) if inside[name] else None
             W = None if original is None else weight_of(original)
-            stands[name] = Stand(linear, train if inside[name] else "", keep_zeros, W, dtype)
+            stands[name] = DistilledLinear(linear, train if inside[name] else "", keep_zeros, W, dtype)
             undo.callback(replace, model, name, linear)
             replace(model, name, stands[name])
         undo.enter_context(_cast(model, dtype, before))
@@ -237,7 +227,9 @@ def _cast(model: nn.Module, dtype: torch.dtype, learn: Container[str]) -> Iterat
             table.dtype = former
 
 
-def _changes(before: Mapping[str, Tensor], views: Mapping[str, list[_View]], stands: Mapping[str, Stand]) -> Changes:
+def _changes(
+    before: Mapping[str, Tensor], views: Mapping[str, list[_View]], stands: Mapping[str, DistilledLinear]
+) -> Changes:
     with torch.no_grad():
         parameters = {name: views[name][0].compute().to(value.dtype).clone() for name, value in before.items()}
         return Changes({n: s.stored() for n, s in stands.items() if views[n]}, parameters)
@@ -251,16 +243,13 @@ def _learns(model: nn.Module, name: str, parameter: nn.Parameter, train: str, in
     return train == "weights" and inside.get(owner, False) and is_linear(model.get_submodule(owner))
 
 
-def _views_of(stand: Stand, train: str) -> list[_View]:
+def _views_of(stand: DistilledLinear, train: str) -> list[_View]:
     views = []
-    if stand.trained:
+    if stand.views:
         latent = {
-            f"{i}.{key}": p
-            for i, view in stand.trained.items()
-            for key, p in view.named_parameters()
-            if p.requires_grad
+            f"{i}.{key}": p for i, view in stand.views.items() for key, p in view.named_parameters() if p.requires_grad
         }
-        views.append(_View(stand.W, stand.weight, latent, sum(view.learns for view in stand.trained.values())))
+        views.append(_View(stand.W, stand.weight, latent, sum(view.learns for view in stand.views.values())))
     if stand.b is not None and train and stand.b.any():
         views.append(_of_floats(stand.b, stand.stands_for.bias))
     return views

@@ -65,17 +65,8 @@ class Training:
     ended: str = ""
 
 
-def train(
-    model: nn.Module,
-    learned: Learned,
-    windows: Sequence[Tensor],
-    teacher: Teacher,
-    schedule: Schedule,
-    *,
-    name: str,
-    store: BlockStore | None,
-) -> Training:
-    """Train what learns in a model; it has the values with the best score afterwards, or those from before.
+class Loop:
+    """Trains what learns in a model; it has the values with the best score afterwards, or those from before.
 
     A run that is killed goes on, with the same `store`, from its last score. On a CPU it gives the same result bit
     by bit.
@@ -84,10 +75,7 @@ def train(
         windows: LongTensors [1, T], of which the first ones are held out.
         name: of the method, for the progress bar.
     """
-    return _Loop(model, learned, windows, teacher, schedule, name, store).run()
 
-
-class _Loop:
     def __init__(
         self,
         model: nn.Module,
@@ -95,6 +83,7 @@ class _Loop:
         windows: Sequence[Tensor],
         teacher: Teacher,
         schedule: Schedule,
+        *,
         name: str,
         store: BlockStore | None,
     ) -> None:
@@ -108,6 +97,7 @@ class _Loop:
         self.losses: list[float] = []  # of the updates since the last score
 
     def run(self) -> Training:
+        """Train, and say how it went."""
         self.learned.prepare()
         self.at_head = AtHead(self.model)
         self._resume()

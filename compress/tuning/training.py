@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compress.linear import CompressedLinear, StandIn, met_by
+from compress.linear import CompressedLinear, met_by
+from compress.recover.trained_parts import TrainedParts
 from compress.walk.capture import Call, run_block
 
 
@@ -36,7 +37,7 @@ class Schedule:
     dtype: torch.dtype | None = None
 
 
-class TrainedLinear(StandIn):
+class TrainedLinear(TrainedParts):
     """Stands for a compressed linear while it is trained; parts that cannot be trained do not change.
 
     Args:
@@ -45,36 +46,22 @@ class TrainedLinear(StandIn):
     """
 
     def __init__(self, linear: CompressedLinear, original: Tensor, schedule: Schedule) -> None:
-        super().__init__(linear)  # blocks may read the dtype of a linear's weight
-        self.linear, self.dtype = linear, schedule.dtype
-        self.views: dict[int, nn.Module] = {}  # by the number of the part
         fixed = [part.dequantize() for part in linear.parts if part.trainable() is None]
-        self.rest = sum(fixed) if fixed else None
         alone = schedule.from_original and len(linear.parts) - len(fixed) == 1
-        for i, part in enumerate(linear.parts):
-            wanted = (original if self.rest is None else original - self.rest) if alone else None
-            if (view := part.trainable(wanted)) is not None:
-                self.views[i] = view
-                if schedule.keep_zeros:
-                    kept = part.dequantize() != 0
-                    view.offsets.register_hook(lambda grad, kept=kept: grad * kept)
+        wanted = original - sum(fixed) if alone else None
+        views = {i: view for i, part in enumerate(linear.parts) if (view := part.trainable(wanted)) is not None}
+        super().__init__(linear, views, keep_zeros=schedule.keep_zeros)
+        self.dtype = schedule.dtype
         self.W: Tensor | None = None
 
     def prepare(self) -> None:
         """Compute the weight that passes use until the next call of this."""
-        W = sum(view.weight() for view in self.views.values())
-        W = W if self.rest is None else W + self.rest
-        self.W = W.to(self.dtype or self.linear.dtype)
+        self.W = self.weight().to(self.dtype or self.stands_for.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = met_by(self.linear, x)
+        x = met_by(self.stands_for, x)
         y = F.linear(x.to(self.W.dtype), self.W).to(x.dtype)
-        return y if self.linear.bias is None else y + self.linear.bias
-
-    def stored(self) -> CompressedLinear:
-        """The trained linear."""
-        parts = [self.views[i].stored() if i in self.views else part for i, part in enumerate(self.linear.parts)]
-        return CompressedLinear(parts, self.linear.bias, dtype=self.linear.dtype, transform=self.linear.transform)
+        return y if self.stands_for.bias is None else y + self.stands_for.bias
 
 
 def train(

@@ -98,7 +98,7 @@ class RecoveryRecord:
     method: as in the recipe. windows, held_out: number of windows of text that were there, and of those not trained on.
     learned: the number of values that learn. teacher_seconds: time of the original model's predictions. curve: the
     first score is that before training. kept: the update whose values the model has. ended: why training ended. moved:
-    by weight, ||change|| / ||weight||.
+    by weight, ||change|| / ||weight||. fixed: the number of compressed linears of which nothing learns.
     """
 
     method: str
@@ -110,6 +110,7 @@ class RecoveryRecord:
     kept: int | None
     ended: str
     moved: dict[str, float] = field(default_factory=dict)
+    fixed: int | None = 0
 
 
 @dataclass(frozen=True)

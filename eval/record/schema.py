@@ -14,8 +14,8 @@ Its shape (more keys are welcome, these keep their names):
     folds        [{name, kind, consumers, alpha, x_before, ...}]        scales moved from norms and linears into the
                  linears that read them (`eval.record.compression.FoldRecord` has the shape)
     drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were, or might be, dropped
-    recoveries   {model: [{method, windows, held_out, learned, teacher_seconds, curve, kept, ended, moved}]}   training
-                 after the compression (`eval.record.compression.RecoveryRecord`)
+    recoveries   {model: [{method, windows, held_out, learned, teacher_seconds, curve, kept, ended, moved,
+                 fixed}]}   training after the compression (`eval.record.compression.RecoveryRecord`)
     allocation   {loss, budget_bytes, beside_bytes, chosen, curve, layers, seconds, max_loss}   the allocation of bytes
                  to layers (`eval.record.compression.AllocationRecord`); null if there was none
     cache        measurements of compressed KV caches (`eval.record.measured.CacheMeasurements`); null in other runs

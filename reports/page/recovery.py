@@ -46,11 +46,12 @@ def _said(one: RecoveryRecord) -> str:
         else f"No update lowered the divergence of held-out text ({number(first.divergence)} nats per token), so that "
         "the model is as it was before training"
     )
+    fixed = f" Nothing learned in {one.fixed} compressed linears." if one.fixed else ""
     return (
         f"{clean(one.method, 120)}: {fmt(one.learned, ',d')} values learned in {fmt(last.step, ',d')} updates, "
         f"{fmt(last.tokens, ',d')} tokens of {fmt(trained, ',d')} windows, {fmt(last.seconds / 60, '.1f')} minutes, "
         f"after {fmt((one.teacher_seconds or 0) / 60, '.1f')} minutes for the original model's predictions. {brought}. "
-        f"It ended because {clean(one.ended, 200)}; the values are those after update {fmt(one.kept, ',d')}."
+        f"It ended because {clean(one.ended, 200)}; the values are those after update {fmt(one.kept, ',d')}.{fixed}"
     )
 
 

@@ -17,7 +17,7 @@ from compress.recipe import parse_recipe
 from compress.recover import loop
 from compress.recover.at_head import AtHead
 from compress.recover.divergence import divergence, likeliest
-from compress.recover.learned import Stand, learning
+from compress.recover.learned import DistilledLinear, learning
 from compress.transforms import ChainedTransform, Hadamard, Rounding
 from kernels.w8a8_matmul import quantize_weight
 
@@ -104,7 +104,7 @@ def test_the_stand_computes_as_the_stored_linear(stored, transform):
     linear = CompressedLinear(
         STORED[stored](torch.randn(24, 32)), torch.randn(24), dtype=torch.float32, transform=TRANSFORMS[transform]()
     )
-    stand = Stand(linear, "weights", False, None, torch.float32)
+    stand = DistilledLinear(linear, "weights", False, None, torch.float32)
     y = stand(x)
     assert torch.allclose(y, linear(x.detach()), atol=2e-2 if "rounding" in transform else 1e-4)
     (gradient,) = torch.autograd.grad(y.sum(), x)
@@ -197,7 +197,7 @@ def test_a_bias_beside_a_part_that_rounds_its_input_is_scored():
     torch.manual_seed(0)
     weight = EightBit(quantize_weight(torch.randn(24, 32), torch.int8))
     linear = CompressedLinear([weight], torch.randn(24), dtype=torch.float32)
-    stand, x = Stand(linear, "scales", False, None, torch.float32), torch.randn(5, 32)
+    stand, x = DistilledLinear(linear, "scales", False, None, torch.float32), torch.randn(5, 32)
     assert torch.allclose(stand(x), linear(x), atol=1e-5)
     with torch.no_grad():
         stand.b += 1
@@ -245,7 +245,7 @@ def test_a_killed_training_goes_on_bit_by_bit(train, peaked, tokens, tmp_path, m
     text, recipe = tokens(12, 24), f"rtn(bits=3, group_size=16), distil(train={train}, steps=20, minutes=0)"
     monkeypatch.setattr(loop, "PATIENCE", 100)
     whole = apply(recipe, peaked(), text, work_path=tmp_path / "whole")
-    update, count = loop._Loop._update, [0]
+    update, count = loop.Loop._update, [0]
 
     def dies(self):
         count[0] += 1
@@ -253,7 +253,7 @@ def test_a_killed_training_goes_on_bit_by_bit(train, peaked, tokens, tmp_path, m
             raise Killed
         update(self)
 
-    monkeypatch.setattr(loop._Loop, "_update", dies)
+    monkeypatch.setattr(loop.Loop, "_update", dies)
     with pytest.raises(Killed):
         apply(recipe, peaked(), text, work_path=tmp_path / "killed")
     count[0] = 100
@@ -273,19 +273,19 @@ def test_a_rate_that_diverges_leaves_the_best_state(peaked, tokens):
 
 
 def test_nan_names_the_update(peaked, tokens, monkeypatch):
-    backward, count = loop._Loop._backward, [0]
+    backward, count = loop.Loop._backward, [0]
 
     def breaks(self, window):
         count[0] += 1
         return math.nan if count[0] > 8 else backward(self, window)
 
-    monkeypatch.setattr(loop._Loop, "_backward", breaks)
+    monkeypatch.setattr(loop.Loop, "_backward", breaks)
     (record,) = apply(f"rtn(bits=3, group_size=16), distil({QUICK})", peaked(), tokens(12, 24)).recoveries
     assert record.ended == "the loss of update 5 was nan" and record.kept <= 4
 
 
 def test_a_training_killed_before_its_updates_were_counted_goes_on(peaked, tokens, tmp_path, monkeypatch):
-    recipe, update, count = "rtn(bits=3, group_size=16), distil(steps=12, minutes=5)", loop._Loop._update, [0]
+    recipe, update, count = "rtn(bits=3, group_size=16), distil(steps=12, minutes=5)", loop.Loop._update, [0]
 
     def dies(self):
         count[0] += 1
@@ -294,7 +294,7 @@ def test_a_training_killed_before_its_updates_were_counted_goes_on(peaked, token
         update(self)
 
     monkeypatch.setattr(loop, "PATIENCE", 100)
-    monkeypatch.setattr(loop._Loop, "_update", dies)
+    monkeypatch.setattr(loop.Loop, "_update", dies)
     with pytest.raises(Killed):
         apply(recipe, peaked(), tokens(12, 24), work_path=tmp_path)
     (record,) = apply(recipe, peaked(), tokens(12, 24), work_path=tmp_path).recoveries
@@ -354,6 +354,10 @@ def test_bad_recipes_are_refused_before_any_work(peaked, tokens):
         settle(parse_recipe("distil"))
     with pytest.raises(ValueError, match="must come before"):
         settle(parse_recipe("rtn, kv_int, distil"))
+    with pytest.raises(ValueError, match=r"`minutes` \(=0\) of distil must be above 0, and 45 at most, with several"):
+        METHODS["distil"](minutes=0.0).check_run(peaked(), tokens(4, 24), torch.device("cpu"), 2)
+    with pytest.raises(ValueError, match=r"`device` \(='cuda'\): distil trains the whole model where it lies, on cpu"):
+        METHODS["distil"]().check_run(peaked(), tokens(4, 24), torch.device("cuda"), 1)
     with pytest.raises(ValueError, match=r"`batches` has 1 windows for distil"):
         apply("rtn(bits=3, group_size=16), distil", peaked(), tokens(1, 24))
     with pytest.raises(ValueError, match=r"`calibrate` \(='once'\).* for gptq, and distil changes the weights"):
