@@ -103,6 +103,8 @@ class TrainedFloats(Trainable):
     def weight(self) -> Tensor:
         W = self.start + self.size * self.offsets
         W = W if self.keep is None else W * self.keep
+        if self.dtype == torch.float32:
+            return W
         return W + (W.detach().to(self.dtype) - W).detach()
 
     def stored(self) -> Format:

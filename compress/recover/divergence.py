@@ -29,8 +29,7 @@ def divergence(logits: Tensor, ids: Tensor, logp: Tensor, loss: str = "forward")
     Source: arXiv:1503.02531 (forward), arXiv:2306.08543 (reverse). BD-KD, arXiv:2212.12965, balances both for each
     sample by the certainty of the two models; these weights are not the paper's.
     """
-    total = logits.logsumexp(-1, keepdim=True)
-    student = _with_rest(logits.gather(-1, ids) - total)
+    student = _with_rest(_LogProbabilities.apply(logits, ids))
     teacher = _with_rest(logp)
     apart = teacher - student
     p, q = teacher.exp(), student.exp()
@@ -41,6 +40,23 @@ def divergence(logits: Tensor, ids: Tensor, logp: Tensor, loss: str = "forward")
     forward, reverse = (p * apart).sum(-1), -(q * apart).sum(-1)
     unsure = -(q * student).sum(-1).detach(), -(p * teacher).sum(-1)  # entropies of the student and of the teacher
     return (unsure[0] * forward + unsure[1] * reverse) / (unsure[0] + unsure[1]).clamp_min(SMALLEST)
+
+
+class _LogProbabilities(torch.autograd.Function):
+    """log softmax(logits)[ids]; the gradient is made in one array of the size of the logits, where torch's own operators
+    would make five."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, ids: Tensor) -> Tensor:
+        total = logits.logsumexp(-1, keepdim=True)
+        ctx.save_for_backward(logits, ids, total)
+        return logits.gather(-1, ids) - total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        logits, ids, total = ctx.saved_tensors
+        by_logits = (logits - total).exp_().mul_(-grad.sum(-1, keepdim=True))
+        return by_logits.scatter_add_(-1, ids, grad), None
 
 
 def _with_rest(logp: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The weights of a model that learn: what passes read, what the optimiser moves, and what is stored in the end."""
 
+import platform
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -128,20 +129,27 @@ class DistilledLinear(TrainedParts):
         self.by_itself = any(part.activation_bits is not None for part in linear.parts)
 
     def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.W.dtype
+        with torch.autocast(kind, enabled=False):  # what rounds inputs does it in their own dtype
+            return self._forward(x, dtype)
+
+    def _forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The output, of x's dtype; the products have this dtype."""
         before, rounding = parted(self.stands_for.transform)
         turned = x
         for step in before:
             turned = step(turned)
         rounded = turned if rounding is None else turned + (rounding(turned) - turned).detach()
-        y = F.linear(rounded.to(self.W.dtype), self.W)
+        y = F.linear(rounded.to(dtype), self.W.to(dtype))
         if self.W_before is not None:
-            y = y + F.linear(turned.to(self.W.dtype), self.W_before)
+            y = y + F.linear(turned.to(dtype), self.W_before.to(dtype))
         if self.by_itself:  # a part that rounds its input itself
             with torch.no_grad():
                 exact = self.stands_for(x.to(self.stands_for.dtype)).to(y.dtype)
                 exact = exact if self.b is None else exact - self.stands_for.bias.to(y.dtype)
             y = y + (exact - y).detach()
-        return (y if self.b is None else y + self.b).to(x.dtype)
+        return (y if self.b is None else y + self.b.to(y.dtype)).to(x.dtype)
 
     def stored(self) -> CompressedLinear:
         linear = super().stored()
@@ -168,6 +176,26 @@ def training_dtype(model: nn.Module) -> torch.dtype:
     of float16, in which most gradients would be 0."""
     emulated = device_of(model).type == "cpu" and emulates(model.dtype)
     return torch.float32 if emulated or model.dtype == torch.float16 else model.dtype
+
+
+def product_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype of matrix products in passes: bfloat16 where the device has instructions for it, else that of passes.
+    Sums of float32 products are 2.4 times as slow on a processor with AVX512-BF16."""
+    kind = device_of(model).type
+    if kind == "cpu":
+        fast = platform.machine().lower() in ("x86_64", "amd64") and not emulates(torch.bfloat16)
+    else:
+        fast = kind == "cuda" and torch.cuda.get_device_capability(device_of(model)) >= (8, 0)
+    return torch.bfloat16 if fast else training_dtype(model)
+
+
+@contextmanager
+def fast_products(model: nn.Module) -> Iterator[None]:
+    """While the context lasts, matrix products have `product_dtype`; sums along the residual stream, norms and the loss
+    have the dtype of passes."""
+    dtype = product_dtype(model)
+    with torch.autocast(device_of(model).type, dtype, enabled=dtype != training_dtype(model)):
+        yield
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compress.recover.at_head import AtHead
 from compress.recover.divergence import divergence
-from compress.recover.learned import Learned
+from compress.recover.learned import Learned, fast_products
 from compress.recover.teacher import POSITIONS, Teacher
 from compress.walk.capture import device_of
 from compress.walk.finite import NotFinite
@@ -91,7 +91,7 @@ class Loop:
         self.schedule, self.name, self.store = schedule, name, store
         self.device, self.latent = device_of(model), learned.latent
         self.trained = len(windows) - schedule.held_out
-        self.optimizer = torch.optim.AdamW(self.latent.values(), betas=(0.9, 0.95), weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.latent.values(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.state = Training(steps=schedule.steps)
         self.best = {key: p.detach().clone() for key, p in self.latent.items()}
         self.losses: list[float] = []  # of the updates since the last score
@@ -175,7 +175,7 @@ class Loop:
 
     def _backward(self, window: int) -> float:
         """The loss of a window; its gradients are added to those of the leaves."""
-        with torch.enable_grad():
+        with torch.enable_grad(), fast_products(self.model):
             hidden = self.at_head.hidden(self.windows[window].to(self.device))
             given, total = hidden.detach().requires_grad_(), 0.0
             ids, logp = self.teacher.of(window, self.device)
