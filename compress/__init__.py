@@ -50,6 +50,7 @@ from compress.pruning.magnitude import Magnitude
 from compress.pruning.random_choice import RandomChoice
 from compress.pruning.sparsegpt import SparseGPT
 from compress.pruning.wanda import Wanda
+from compress.pruning.width import Width
 from compress.recover.distil import Distil
 from compress.result import Result
 from compress.rotations.flatquant import FlatQuant
@@ -76,6 +77,7 @@ METHODS |= {
     "qtip": QTIP, "qmoe": QMoE, "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "bitstack": BitStack,
     "finequant": FineQuant, "svd": SVD, "mixed": Mixed, "tune": Tune, "distil": Distil,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
+    "width": Width,
     "low_rank": LowRank, "outlier_entries": Outliers, "salient_signs": SalientSigns,
     "rotate": Rotate, "flatquant": FlatQuant, "gather": Gather, "activations": Activations,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,

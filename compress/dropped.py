@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, GenerationConfig
 
-from compress.fewer_blocks import NUMBERS, without_blocks
 from compress.linear import is_linear, replace
+from compress.smaller import NUMBERS, without_blocks
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import device_of
 

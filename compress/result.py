@@ -69,10 +69,11 @@ class Result:
         recipe = ", ".join(map(str, self.asked or self.recipe))
         stored = f"{len(self.layers)} linears at {self.bits_per_weight:.2f} bits per weight, " if self.layers else ""
         folded = f"{len(self.folds)} folds, " if self.folds else ""
-        gone = [drop for drop in self.drops if drop.order]
-        dropped = (
-            f"{len(gone)} of {len(self.drops)} dropped ({', '.join(drop.name for drop in gone)}), " if gone else ""
-        )
+        whole = [drop for drop in self.drops if drop.left is None]
+        gone = [drop for drop in whole if drop.order]
+        dropped = f"{len(gone)} of {len(whole)} dropped ({', '.join(drop.name for drop in gone)}), " if gone else ""
+        for kind, drop in {drop.kind: drop for drop in self.drops if drop.left is not None}.items():
+            dropped += f"{drop.left} of {drop.of} {kind} in each block left, "
         return f"{recipe}: {dropped}{folded}{stored}{len(self.kept)} other weights kept, {self.seconds:.0f} s"
 
     def _repr_html_(self) -> str:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from compress.dropped import decoding_error, drop_block, drop_part, parts_of
-from compress.fewer_blocks import without_blocks
 from compress.linear import parameter_count, replace
 from compress.method import Method, knob
+from compress.smaller import without_blocks
 from compress.transforms.stream import stream_of
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, block_calls, on_device, run_block

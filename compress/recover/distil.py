@@ -58,8 +58,8 @@ class Distil(Method):
     steps: int = knob(1000, "most updates of what learns", range=(1, 1 << 24))
     minutes: float = knob(
         10.0,
-        "time in minutes, with the original model's predictions; it fixes the number of updates after the first three; "
-        "0: no limit",
+        "time in minutes, with the original model's predictions; it fixes the number of updates after the first "
+        "twelve; 0: no limit",
         range=(0, 1e6),
         describes=True,
     )

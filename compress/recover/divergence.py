@@ -43,8 +43,8 @@ def divergence(logits: Tensor, ids: Tensor, logp: Tensor, loss: str = "forward")
 
 
 class _LogProbabilities(torch.autograd.Function):
-    """log softmax(logits)[ids]; the gradient is made in one array of the size of the logits, where torch's own operators
-    would make five."""
+    """log softmax(logits)[ids]; the gradient is made in one array of the size of the logits, where torch's own
+    operators would make five."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, ids: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from compress.walk.resume import BlockStore
 from eval.record.compression import RecoveryPoint
 
 WARM_UP = 0.05  # share of the updates in which the rate rises to its full size
-TIMED = 3  # updates from whose time their number within a budget of minutes is taken; the first one is not counted
+TIMED = (3, 12)  # updates after which their number within a budget of minutes is taken from the time of the latest ones
 CHECKS = 10  # most scores of the held-out windows during training, beside that before it
 SCORING = 0.2  # the largest share of the time of updates that these scores take
 PATIENCE = 4  # scores without an improvement after which training ends
@@ -31,7 +31,7 @@ class Schedule:
     """The schedule of training.
 
     steps: number of updates. minutes: the time after which training ends, 0 for no limit; it fixes the number of
-        updates after the first few, so that a run that was interrupted has the same number.
+        updates after the first twelve, so that a run that was interrupted has the same number.
     batch: windows per update. rate: size of the largest updates, relative to the numbers that learn. loss: see
         `compress.recover.divergence`. held_out: the number of first windows, which are scored and not trained on.
     spent: seconds of the budget that have gone by before training.
@@ -111,9 +111,10 @@ class Loop:
             self._update()
             state.seconds += time.perf_counter() - start
             times.append(time.perf_counter() - start)
-            if state.step == TIMED and self.schedule.minutes:
-                timed = times[1:] or times
+            if state.step in TIMED and self.schedule.minutes:
+                timed = times[1:] or times  # the first update takes longer than others
                 self._fit(sum(timed) / len(timed))
+                times.clear()
                 progress.total = state.steps
             if not state.ended and (state.step in self._checks()):
                 self._check()
@@ -132,12 +133,13 @@ class Loop:
         return {math.ceil(self.state.steps * (i + 1) / self.state.checks) for i in range(self.state.checks)}
 
     def _fit(self, seconds: float) -> None:
-        """Fix the number of updates of this many seconds that the budget of minutes allows."""
+        """Set the number of updates of this many seconds that the budget of minutes allows."""
         left = 60 * self.schedule.minutes - self.schedule.spent - self.state.seconds
         score = self.schedule.held_out / (3 * self.schedule.batch)  # of an update, which also goes backward
         updates = left / seconds
         self.state.checks = min(CHECKS, max(2, int(SCORING * updates / score)))
-        self.state.steps = max(self.state.step, min(self.state.steps, int(updates - score * self.state.checks)))
+        fitting = self.state.step + int(updates - score * self.state.checks)
+        self.state.steps = max(self.state.step, min(self.schedule.steps, fitting))
         self._keep()
 
     def _update(self) -> None:

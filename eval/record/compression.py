@@ -61,11 +61,13 @@ class AllocationRecord:
 
 @dataclass(frozen=True)
 class DropRecord:
-    """A part of a block that was dropped, or a candidate; a row of the record's `drops`.
+    """A part of a block that was dropped or made narrower, or a candidate; a row of the record's `drops`.
 
-    kind: "attention", "mlp" or "block". block: its number in the original model. importance: 1 - cosine of the residual
-    stream before and after, mean over the calibration tokens, at the last measurement. order: 1 for the part that was
-    dropped first; None: it stays. parameters: the number of its parameters.
+    kind: "attention", "mlp" or "block"; "units" or "heads" of a part that was made narrower. block: its number in the
+    original model. importance: 1 - cosine of the residual stream before and after, mean over the calibration tokens, at
+    the last measurement; of units and heads the share of their importance that was lost. order: 1 for the part that was
+    dropped first; None: it stays. parameters: the number of parameters that were removed. left, of: the numbers of
+    units or heads that stayed and that there were.
     """
 
     name: str
@@ -74,6 +76,8 @@ class DropRecord:
     importance: float | None
     order: int | None = None
     parameters: int | None = 0
+    left: int | None = None
+    of: int | None = None
 
 
 @dataclass(frozen=True)

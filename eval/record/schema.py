@@ -13,7 +13,8 @@ Its shape (more keys are welcome, these keep their names):
     inputs       {model: {linear: {max, p99, median, kurtosis}}}   of the linear's input before rounding
     folds        [{name, kind, consumers, alpha, x_before, ...}]        scales moved from norms and linears into the
                  linears that read them (`eval.record.compression.FoldRecord` has the shape)
-    drops        [{name, kind, block, importance, order, parameters}]   parts of blocks that were, or might be, dropped
+    drops        [{name, kind, block, importance, order, parameters, left, of}]   parts of blocks that were, or might
+                 be, dropped, or that were made narrower (`eval.record.compression.DropRecord`)
     recoveries   {model: [{method, windows, held_out, learned, teacher_seconds, curve, kept, ended, moved,
                  fixed}]}   training after the compression (`eval.record.compression.RecoveryRecord`)
     allocation   {loss, budget_bytes, beside_bytes, chosen, curve, layers, seconds, max_loss}   the allocation of bytes

@@ -13,6 +13,7 @@ from reports.parts.strengths import strength_tables
 
 SPARSE = 0.005  # a weight with a smaller share of zeros is not called sparse: rounding makes some zeros, too
 _KINDS = {"attention": "attention", "mlp": "MLPs", "block": "blocks"}
+_NARROWER = {"units": ("units", "MLP"), "heads": ("key-value heads", "attention")}
 
 
 def figures(layers: Iterable[Any], drops: Iterable[Any]) -> Figures:
@@ -29,16 +30,17 @@ def context(run: RunRecord) -> dict[str, Any]:
     """The data for templates/pruning.html from a record; {} if nothing was pruned, dropped or scored at several
     strengths."""
     layers, drops = run.layers, run.drops
+    whole = [drop for drop in drops if drop.left is None]
     sparse = [layer for layer in layers if (layer.sparsity or 0) >= SPARSE] if _pruned(layers) else []
     if not (sparse or drops or run.strengths.lines):
         return {}
     curved = [layer for layer in layers if layer.distortion]
     return {
-        "said": [*_said_drops(drops), *_said_zeros(layers, sparse), *_said_speed(run, sparse)],
-        "importance": _importance(drops) if drops else "",
+        "said": [*_said_drops(whole), *_said_narrower(drops), *_said_zeros(layers, sparse), *_said_speed(run, sparse)],
+        "importance": _importance(whole) if whole else "",
         "sparsity": _sparsity(layers) if sparse and not _even(layers) else "",
         "distortion": _distortion(curved) if curved else "",
-        "drops": sorted(drops, key=lambda drop: drop.importance or 0.0),
+        "drops": sorted(whole, key=lambda drop: drop.importance or 0.0),
         "strengths": strength_tables(run.strengths),
         "figures": against_strength(run.strengths),
     }
@@ -65,6 +67,21 @@ def _said_drops(drops: Sequence[DropRecord]) -> list[str]:
             said.append(
                 f"Dropped: the {name} {'of block ' if kind != 'block' else ''}{blocks} ({len(gone)} of {len(own)}; "
                 f"{size / 1e6:.1f} M parameters)."
+            )
+    return said
+
+
+def _said_narrower(drops: Sequence[DropRecord]) -> list[str]:
+    """What was removed of the width of MLPs and of attention."""
+    said = []
+    for kind, (unit, part) in _NARROWER.items():
+        own = [drop for drop in drops if drop.kind == kind]
+        if own:
+            size, lost = sum(drop.parameters or 0 for drop in own), [100 * (drop.importance or 0.0) for drop in own]
+            said.append(
+                f"Narrower: {own[0].left:,} of {own[0].of:,} {unit} are left in the {part} of each of {len(own)} "
+                f"blocks; {size / 1e6:.1f} M parameters were removed. By the calibration text, those that are gone had "
+                f"{min(lost):.1f} to {max(lost):.1f} % of the importance of all {unit} of their block."
             )
     return said
 

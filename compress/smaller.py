@@ -1,4 +1,4 @@
-"""The config of a model without some of its blocks, and whether a model of it would be the same."""
+"""The config of a model that has lost some of its parts, and whether a model of that config would be the same."""
 
 import copy
 import tempfile
@@ -68,18 +68,30 @@ def _lists_by_block(config: PreTrainedConfig) -> Iterator[list[str]]:
             yield [*known, name]
 
 
+def of_settings(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
+    """A model of a changed config, on the meta device; the given model is not changed.
+
+    Args:
+        settings: those of the config of its decoder that change.
+
+    Raises:
+        Exception: of any kind, because configs and models of other authors check themselves in many ways.
+    """
+    whole = copy.deepcopy(model.config)
+    for key, value in settings.items():
+        setattr(whole.get_text_config(), key, value)
+    with tempfile.TemporaryDirectory() as folder:
+        whole.save_pretrained(folder)
+        saved = type(whole).from_pretrained(folder)
+    with empty_weights():
+        return type(model)(saved)
+
+
 def _problem(model: nn.Module, settings: dict[str, Any], gone: Set[int]) -> str:
     """The first difference between a model and one that is built from a changed config; "" if there is none."""
-    whole = copy.deepcopy(model.config)
     try:
-        for key, value in settings.items():
-            setattr(whole.get_text_config(), key, value)
-        with tempfile.TemporaryDirectory() as folder:
-            whole.save_pretrained(folder)
-            saved = type(whole).from_pretrained(folder)
-        with empty_weights():
-            built = type(model)(saved)
-    except Exception as error:  # configs and models of other authors check themselves in many ways
+        built = of_settings(model, settings)
+    except Exception as error:
         return first_line(error)
     prefix, blocks = find_blocks(model)
     theirs = find_blocks(built)[1]
@@ -87,12 +99,20 @@ def _problem(model: nn.Module, settings: dict[str, Any], gone: Set[int]) -> str:
     if len(theirs) != len(left):
         return f"it would have {len(theirs)} blocks"
     for block, index in zip(theirs, left, strict=True):
-        if problem := _difference(blocks[index], block, f"{prefix}.{index}"):
+        if problem := difference(blocks[index], block, f"{prefix}.{index}"):
             return problem
-    return _difference(model, built, "", leave=prefix)
+    return difference(model, built, "", leave=prefix)
 
 
-def _difference(ours: nn.Module, theirs: nn.Module, name: str, *, leave: str = "") -> str:
+def adopt(ours: nn.Module, theirs: nn.Module) -> None:
+    """Give the modules of a model the numbers, names and flags of those of another one that have the same names."""
+    others = dict(theirs.named_modules())
+    for name, module in ours.named_modules():
+        if type(other := others.get(name)) is type(module):
+            vars(module).update({k: v for k, v in _plain(other).items() if k in vars(module)})
+
+
+def difference(ours: nn.Module, theirs: nn.Module, name: str = "", *, leave: str = "") -> str:
     """The first difference of two modules in their kinds, shapes and plain attributes; "" if there is none.
 
     Args:
@@ -101,7 +121,7 @@ def _difference(ours: nn.Module, theirs: nn.Module, name: str, *, leave: str = "
     if name and name == leave or _stands_for(ours, theirs):
         return ""
     if type(ours) is not type(theirs):
-        return f"{name} would be a {type(theirs).__name__}, not a {type(ours).__name__}"
+        return f"{name or 'it'} would be a {type(theirs).__name__}, not a {type(ours).__name__}"
     shapes = [_shapes(module, with_buffers=not leave) for module in (ours, theirs)]
     for key in sorted(shapes[0].keys() | shapes[1].keys()):
         if shapes[0].get(key) != shapes[1].get(key):
@@ -116,7 +136,7 @@ def _difference(ours: nn.Module, theirs: nn.Module, name: str, *, leave: str = "
         if module is None or ours._modules[child] is None:
             continue
         inner = f"{name}.{child}".removeprefix(".")
-        if problem := _difference(ours._modules[child], module, inner, leave=leave):
+        if problem := difference(ours._modules[child], module, inner, leave=leave):
             return problem
     return ""
 
