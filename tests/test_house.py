@@ -165,7 +165,9 @@ def test_importing_changes_nothing_and_needs_no_package_for_one_purpose():
 def test_no_methods_name_outside_its_own_places():
     """A method is its own file, one line in METHODS, its notebook and its tests."""
     # An attribute of pictures has the name of a method, too.
-    formats = FORMATS.keys() | {"rtn", "width"} | SAVE_FORMATS.keys()  # a checkpoint format has the name of its first method
+    formats = (
+        FORMATS.keys() | {"rtn", "width"} | SAVE_FORMATS.keys()
+    )  # a checkpoint format has the name of its first method
     number_formats = {"int8", "fp8", "nf4", "activations"}  # and a knob, whose names methods bear, too
     spoken = {path: words_of(path) for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py")}
     for name, method in METHODS.items():
