@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from compress.inputs.corpus import apart, load_text
+from compress.inputs.text_files import Chat
 from compress.walk.identity import tokens_sha256
 from kernels.special_tokens import beginning
-from kernels.support.errors import check_positive
+from kernels.support.errors import check_positive, first_line
 
 
 class Batches(list[Tensor]):
@@ -86,7 +87,8 @@ def calibration(
 
 
 def held_out(tokenizer: PreTrainedTokenizerBase, *, corpus: str = "pydocs") -> Tensor:
-    """Tokens [1, n] of the evaluation part of a corpus, its documents joined by blank lines, with no special tokens."""
+    """Tokens [1, n] of the evaluation part of a corpus, its documents joined by blank lines, with no special tokens;
+    chats as the tokeniser's template writes them."""
     return _tokens(tokenizer, load_text(corpus, "evaluation"))[None]
 
 
@@ -96,5 +98,19 @@ def _windows(ids: Tensor, prefix: Tensor, step: int, numbers: Sequence[int]) -> 
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Tensor:
-    """Tokens [n] of these documents, joined by blank lines, with no special tokens."""
-    return tokenizer("\n\n".join(documents), add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
+    """Tokens [n] of these documents, joined by blank lines; of chats, as the tokeniser's template writes them."""
+    chats = [document for document in documents if isinstance(document, Chat)]
+    text = "".join(_written(tokenizer, chat) for chat in chats) if chats else "\n\n".join(documents)
+    return tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
+
+
+def _written(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
+    """A chat in the form on which the model was trained, without the special tokens with which every window begins."""
+    try:
+        text = tokenizer.apply_chat_template(chat.messages, tokenize=False)
+    except Exception as error:  # templates refuse what they do not know by errors of their own
+        raise ValueError(
+            f"`corpus`: the chat template of this tokeniser does not write the chat that begins with {chat[:60]!r}: "
+            f"{first_line(error)}"
+        ) from error
+    return text.removeprefix(tokenizer.decode(beginning(tokenizer)))

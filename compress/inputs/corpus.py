@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from compress.inputs.hub import quick_to_fail, revision
-from compress.inputs.text_files import READERS, STRINGS, documents_of, text_column
+from compress.inputs.text_files import READERS, STRINGS, Chat, documents_in, documents_of, text_column
 from kernels.support.errors import first_line
 
 _LOCAL = {
@@ -32,7 +32,8 @@ def load_text(corpus: str, part: str) -> list[str]:
 
     Args:
         corpus: "pydocs" (Python's own language reference, always there), "wikitext2" (raw), "c4", "essays", a path
-            (.parquet, .jsonl, .json, .txt), or a hub data set as "owner/name" or "owner/name:configuration".
+            (.parquet, .jsonl, .json, .txt), or a hub data set as "owner/name" or "owner/name:configuration". A column
+            `messages` holds chats.
         part: "calibration" or "evaluation".
 
     Raises:
@@ -227,7 +228,7 @@ def _load(corpus: str, *where, **how) -> list[str]:
         set_verbosity(verbosity)
     kinds = {name: getattr(feature, "dtype", "") for name, feature in rows.features.items()}
     column = text_column(corpus, [name for name, kind in kinds.items() if kind in STRINGS], rows.column_names)
-    return [text for text in rows[column] if text is not None]
+    return documents_in(corpus, column, rows[column])
 
 
 def _split(documents: list[str], part: str) -> list[str]:
@@ -238,6 +239,8 @@ def _split(documents: list[str], part: str) -> list[str]:
     """
     different = {_key(d): d for d in documents}
     if len(different) < EVALUATION_SHARE:
+        if any(isinstance(d, Chat) for d in documents):
+            raise ValueError(f"`corpus` has {len(different)} chats; it needs at least {EVALUATION_SHARE}")
         text = "\n\n".join(different.values())
         cut = len(text) * (EVALUATION_SHARE - 1) // EVALUATION_SHARE
         return [text[:cut] if part == "calibration" else text[cut:]]

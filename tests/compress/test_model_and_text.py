@@ -1,5 +1,6 @@
 """Models and text by name; the embedded model is off its file's grid and still itself."""
 
+import copy
 import hashlib
 import json
 import os
@@ -249,7 +250,7 @@ def test_bad_text_requests(real, tmp_path):
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_text("nobody/no-such-set", "evaluation")
     (tmp_path / "numbers.jsonl").write_text('{"a": 1}\n{"a": 2}')
-    with pytest.raises(ValueError, match="needs a column named text; it has a"):
+    with pytest.raises(ValueError, match="needs a column named text, or messages with chats; it has a"):
         load_text(str(tmp_path / "numbers.jsonl"), "calibration")
     (tmp_path / "empty.txt").write_text("  \n\n ")
     with pytest.raises(ValueError, match="has no text"):
@@ -323,6 +324,49 @@ def test_names_of_files_are_no_patterns(tmp_path, name):
             "\n\n".join(texts) if path.suffix == ".txt" else "\n".join(json.dumps({"text": t}) for t in texts)
         )
     assert sorted(d for part in PARTS for d in load_text(str(path), part)) == texts
+
+
+def chats(count):
+    return [
+        [{"role": "user", "content": f"What is {i} plus {i}?"}, {"role": "assistant", "content": f"It is {2 * i}."}]
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_chats_are_written_by_the_template(tmp_path, suffix, real):
+    from datasets import Dataset
+
+    path, (_, tokenizer) = tmp_path / f"chats{suffix}", real
+    Dataset.from_dict({"id": list(range(40)), "messages": chats(40)}).to_parquet(tmp_path / "temporary")
+    if suffix == ".parquet":
+        (tmp_path / "temporary").rename(path)
+    else:
+        path.write_text("\n".join(json.dumps({"id": i, "messages": chat}) for i, chat in enumerate(chats(40))))
+    parts = [load_text(str(path), part) for part in PARTS]
+    assert len(parts[0]) + len(parts[1]) == 40 and not set(parts[0]) & set(parts[1])
+    written = tokenizer.decode(held_out(tokenizer, corpus=str(path))[0])
+    assert written == "".join(tokenizer.apply_chat_template(d.messages, tokenize=False) for d in parts[1])
+    (batch,) = calibration(tokenizer, corpus=str(path), samples=1, seqlen=64)
+    assert "<|im_start|>" in tokenizer.decode(batch[0])
+
+
+def test_chats_that_cannot_be_written(tmp_path, real):
+    path, (_, own) = tmp_path / "chats.jsonl", real
+
+    def refused(rows, template=own.chat_template):
+        path.write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+        tokenizer = copy.deepcopy(own)
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError) as caught:
+            calibration(tokenizer, corpus=str(path), samples=1, seqlen=8)
+        return str(caught.value)
+
+    assert "must be a list of turns" in refused([["Hello"]] * 9)
+    assert "must be a list of turns" in refused([[{"role": "user", "content": [{"type": "image"}]}]] * 9)
+    assert "it needs at least 4" in refused(chats(2))
+    assert "the chat template of this tokeniser does not write" in refused(chats(20), None)
+    assert "no roles here" in refused(chats(20), "{{ raise_exception('no roles here') }}")
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
