@@ -190,6 +190,10 @@ class Format(nn.Module):
         """
         return None
 
+    def trainable_factors(self) -> Trainable | None:
+        """A differentiable view of this weight if it is a product of two factors in floats."""
+        return None
+
     def trainable_floats(self) -> Trainable | None:
         """A differentiable view of this weight if it is stored in floats; zeros that a pruning method made stay."""
         return None

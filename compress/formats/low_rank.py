@@ -8,6 +8,7 @@ from torch import Tensor
 
 from compress.formats.base import AsStored
 from compress.formats.stored import Stored
+from compress.formats.trained import TrainedFactors
 from kernels.linear import linear
 
 BITS = (16, 8)  # of a factor's entries
@@ -49,6 +50,9 @@ class LowRankWeight(AsStored):
 
     def matmul(self, x: Tensor) -> Tensor:
         return linear(linear(x, self.right_floats.to(x.dtype)), self.left_floats.to(x.dtype))
+
+    def trainable_factors(self) -> TrainedFactors | None:
+        return TrainedFactors(self.left, self.right, LowRankWeight) if self.bits == 16 else None
 
     def lay_out(self, dtype: torch.dtype) -> dict[str, Tensor]:
         left = self.left if self.scale is None else self.left * self.scale

@@ -103,13 +103,42 @@ class TrainedFloats(Trainable):
     def weight(self) -> Tensor:
         W = self.start + self.size * self.offsets
         W = W if self.keep is None else W * self.keep
-        if self.dtype == torch.float32:
-            return W
-        return W + (W.detach().to(self.dtype) - W).detach()
+        return _as_stored(W, self.dtype)
 
     def stored(self) -> Format:
         with torch.no_grad():
             return self.store(self.weight().to(self.dtype))
+
+
+class TrainedFactors(Trainable):
+    """W = L R, where both factors are rounded to the dtype in which they are stored, and move in units of their root
+    mean squares: `offsets` is the move of L, `factors` that of R.
+
+    Args:
+        left, right: [out, rank] and [rank, in], as stored.
+        store: makes the format from both factors.
+    """
+
+    def __init__(self, left: Tensor, right: Tensor, store: Callable[[Tensor, Tensor], Format]) -> None:
+        super().__init__()
+        self.dtype, self.store = left.dtype, store
+        self.register_buffer("left", left.float())
+        self.register_buffer("right", right.float())
+        self.offsets, self.factors = (nn.Parameter(torch.zeros_like(x)) for x in (self.left, self.right))
+
+    def _moved(self) -> tuple[Tensor, Tensor]:
+        both = ((self.left, self.offsets), (self.right, self.factors))
+        left, right = (x + x.square().mean().sqrt() * move for x, move in both)
+        return _as_stored(left, self.dtype), _as_stored(right, self.dtype)
+
+    def weight(self) -> Tensor:
+        left, right = self._moved()
+        return left @ right
+
+    def stored(self) -> Format:
+        with torch.no_grad():
+            left, right = self._moved()
+            return self.store(left.to(self.dtype), right.to(self.dtype))
 
 
 class _Rounded(torch.autograd.Function):
@@ -127,6 +156,11 @@ class _Rounded(torch.autograd.Function):
         by_scale = (grad * unit).sum(-1, keepdim=True) if of_scale else None
         by_latent = grad * (scale if step is None else scale * step) if of_latent else None
         return by_latent, by_scale, None, None
+
+
+def _as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in float32 as it is in another dtype; gradients pass straight through."""
+    return x if dtype == torch.float32 else x + (x.detach().to(dtype) - x).detach()
 
 
 def _round(latent: Tensor, levels: int) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from compress.formats import LowRankWeight
 from compress.linear import compressed_linears
 from compress.method import Method, knob
 from compress.recover.divergence import LOSSES
@@ -25,7 +26,7 @@ from compress.walk.parallel.ranks import current, joined
 from compress.walk.resume import BlockStore
 from eval.record.compression import RecoveryRecord
 
-RATES = {"scales": 1e-3, "weights": 1e-3, "norms": 2e-3}  # by `train`, if `rate` is 0
+RATES = {"scales": 1e-3, "weights": 1e-3, "adapters": 2e-3, "norms": 2e-3}  # by `train`, if `rate` is 0
 HELD_OUT = 16  # one window in so many is held out, at most MOST_HELD_OUT
 MOST_HELD_OUT = 4
 LONGEST_ALONE = 45  # minutes for which other processes wait
@@ -48,7 +49,8 @@ class Distil(Method):
     train: str = knob(
         "scales",
         "what learns; scales: scales of stored weights, norms and biases, while all codes stay; weights: codes, "
-        "unpruned weights and scales; norms: norms and biases",
+        "unpruned weights and scales; adapters: low-rank parts in 16 bits that an earlier method has added, norms and "
+        "biases; norms: norms and biases",
         choices=TRAIN,
         describes=True,
     )
@@ -67,7 +69,8 @@ class Distil(Method):
     batch: int = knob(2, "windows per update", range=(1, 1 << 16))
     rate: float = knob(
         0.0,
-        "size of the largest updates, as a share of what learns; 0: 0.001 for scales and weights, 0.002 for norms",
+        "size of the largest updates, as a share of what learns; 0: 0.001 for scales and weights, 0.002 for adapters "
+        "and norms",
         range=(0, 1),
     )
     skip: str = knob("", "comma-separated name patterns (* and ?) of linears that do not learn")
@@ -79,7 +82,7 @@ class Distil(Method):
     def held_copies(self) -> float:
         """The weights in float32, as they are read and as they are stored, their gradients, and the optimiser's state;
         with fewer numbers that learn, only some of these have the size of the weights."""
-        return {"scales": 5.0, "weights": 9.0, "norms": 1.0}[self.train]
+        return {"scales": 5.0, "weights": 9.0, "adapters": 3.0, "norms": 1.0}[self.train]
 
     @property
     def reads_originals(self) -> bool:
@@ -90,6 +93,11 @@ class Distil(Method):
             raise ValueError(
                 f"`recipe`: {self} recovers what an earlier method has changed, and there is none before it; a pruning "
                 "method or a quantiser before it works"
+            )
+        if self.train == "adapters" and not any(map(_adds_factors, before)):
+            raise ValueError(
+                f"`train` (='adapters') of {self.name}: no earlier method of the recipe adds a low-rank part in 16 "
+                "bits: low_rank before it does"
             )
         pruned = any(method.zeros for method in before)
         return self if self.keep_zeros is not None else replace(self, keep_zeros=pruned)
@@ -189,6 +197,12 @@ class Distil(Method):
 
     def _held_out(self, windows: int) -> int:
         return min(MOST_HELD_OUT, max(1, windows // HELD_OUT))
+
+
+def _adds_factors(method: Method) -> bool:
+    """Whether a method may store low-rank parts that can learn."""
+    stored = [spec for one in method.variants() for spec in one.stores((256, 256)) or []]
+    return any(spec["format"] == LowRankWeight.name and spec["bits"] == 16 for spec in stored)
 
 
 def _moved(before: Mapping[str, Any], changes: Changes) -> dict[str, float]:

@@ -18,7 +18,7 @@ from compress.walk.blocks import find_blocks, is_named
 from compress.walk.capture import device_of
 from kernels.linear.onednn import emulates
 
-TRAIN = ("scales", "weights", "norms")
+TRAIN = ("scales", "weights", "adapters", "norms")
 
 
 @dataclass(frozen=True)
@@ -115,18 +115,25 @@ class DistilledLinear(TrainedParts):
     ) -> None:
         rounds = parted(linear.transform)[1] is not None
         unrounded = {i: part for i, part in enumerate(linear.parts) if part.exact and rounds}
-        views = {i: _trainable(part, train) for i, part in enumerate(linear.parts) if i not in unrounded}
+        able = {i: part for i, part in enumerate(linear.parts) if i not in unrounded or train == "adapters"}
+        views = {i: _trainable(part, train) for i, part in able.items()}
         views = {i: view for i, view in views.items() if view is not None}
         if views and train == "weights" and original is not None:
             first = next(iter(views))
             rest = original - sum(part.dequantize() for i, part in enumerate(linear.parts) if i != first)
             views[first] = linear.parts[first].trainable(rest) or views[first]
         super().__init__(linear, views, keep_zeros=keep_zeros, apart=unrounded)
-        before = sum(part.dequantize() for part in unrounded.values())
+        fixed = [part.dequantize() for i, part in unrounded.items() if i not in views]
+        self.rest_before = sum(fixed, torch.zeros(()))
         self.W = nn.Parameter(self.weight().detach().to(dtype), requires_grad=False)
-        self.W_before = nn.Parameter(before.to(dtype), requires_grad=False) if unrounded else None
+        before = self.weight_before().detach().to(dtype) if unrounded else None
+        self.W_before = None if before is None else nn.Parameter(before, requires_grad=False)
         self.b = None if linear.bias is None else nn.Parameter(linear.bias.to(dtype, copy=True), requires_grad=False)
         self.by_itself = any(part.activation_bits is not None for part in linear.parts)
+
+    def weight_before(self) -> Tensor:
+        """Parts that are multiplied by inputs before these are rounded, together [out, in]; differentiable."""
+        return sum((view.weight() for i, view in self.views.items() if i in self.apart), self.rest_before)
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -160,6 +167,8 @@ class DistilledLinear(TrainedParts):
 
 def _trainable(part: Format, train: str) -> Trainable | None:
     """A view of a stored part of which only the numbers of `train` have gradients; None if it has none of them."""
+    if train == "adapters":
+        return part.trainable_factors()
     if train not in ("scales", "weights"):
         return None
     view = part.trainable()
@@ -208,7 +217,8 @@ def learning(
 
     Args:
         train: "scales" (the scales of stored weights, and every vector of the model, which are norms, biases and the
-            like; codes stay), "weights" (codes and floats, too), or "norms" (vectors alone).
+            like; codes stay), "weights" (codes and floats, too), "adapters" (low-rank parts and vectors), or "norms"
+            (vectors alone).
         skip: patterns of names of linears that do not learn.
         keep_zeros: stored weights that are 0 stay 0.
         originals: linears before their compression, by name, from which "weights" starts within each code's step.
@@ -273,11 +283,11 @@ def _learns(model: nn.Module, name: str, parameter: nn.Parameter, train: str, in
 
 def _views_of(stand: DistilledLinear, train: str) -> list[_View]:
     views = []
-    if stand.views:
-        latent = {
-            f"{i}.{key}": p for i, view in stand.views.items() for key, p in view.named_parameters() if p.requires_grad
-        }
-        views.append(_View(stand.W, stand.weight, latent, sum(view.learns for view in stand.views.values())))
+    for leaf, compute, is_apart in ((stand.W, stand.weight, False), (stand.W_before, stand.weight_before, True)):
+        own = {i: view for i, view in stand.views.items() if (i in stand.apart) == is_apart}
+        if own:
+            latent = {f"{i}.{key}": p for i, v in own.items() for key, p in v.named_parameters() if p.requires_grad}
+            views.append(_View(leaf, compute, latent, sum(view.learns for view in own.values())))
     if stand.b is not None and train and stand.b.any():
         views.append(_of_floats(stand.b, stand.stands_for.bias))
     return views

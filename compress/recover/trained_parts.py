@@ -27,9 +27,9 @@ class TrainedParts(StandIn):
         apart: Container[int] = (),
     ) -> None:
         super().__init__(linear)
-        self.views = dict(views)
+        self.views, self.apart = dict(views), apart
         for i, view in self.views.items():
-            if keep_zeros and view.offsets.requires_grad:
+            if keep_zeros and view.offsets.requires_grad and not linear.parts[i].exact:
                 kept = linear.parts[i].dequantize() != 0
                 view.offsets.register_hook(lambda gradient, kept=kept: gradient * kept)
         fixed = [p.dequantize() for i, p in enumerate(linear.parts) if i not in self.views and i not in apart]
@@ -37,7 +37,7 @@ class TrainedParts(StandIn):
 
     def weight(self) -> Tensor:
         """W [out, in] in float32, as it would be stored; differentiable."""
-        return sum((view.weight() for view in self.views.values()), self.rest)
+        return sum((view.weight() for i, view in self.views.items() if i not in self.apart), self.rest)
 
     def stored(self) -> CompressedLinear:
         """The linear with the trained parts."""

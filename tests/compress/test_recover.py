@@ -13,6 +13,7 @@ from compress.formats import Bitmap, CodebookGroup, Dense, IntGroup
 from compress.formats.eight_bit import EightBit
 from compress.linear import CompressedLinear, compressed_linears
 from compress.method import settle
+from compress.plan import plan
 from compress.recipe import parse_recipe
 from compress.recover import loop
 from compress.recover.at_head import AtHead
@@ -299,6 +300,30 @@ def test_a_training_killed_before_its_updates_were_counted_goes_on(peaked, token
         apply(recipe, peaked(), tokens(12, 24), work_path=tmp_path)
     (record,) = apply(recipe, peaked(), tokens(12, 24), work_path=tmp_path).recoveries
     assert record.curve[-1].step == 12
+
+
+@pytest.mark.parametrize("rounding", ["", ", activations(bits=8)"])
+def test_adapters_learn_and_the_rest_stays(rounding, peaked, tokens, tmp_path):
+    recipe, text = f"rtn(bits=3, group_size=16), low_rank(rank=4){rounding}", tokens(12, 24)
+    before, original = apply(recipe, peaked(), text).model, peaked()
+    result = apply(f"{recipe}, distil(train=adapters, {QUICK})", peaked(), text)
+    assert kl(result.model, original, text[:-1]) < kl(before, original, text[:-1])
+    for name, linear in compressed_linears(result.model).items():
+        codes, factors = linear.parts
+        was, former = compressed_linears(before)[name].parts
+        assert torch.equal(codes.dequantize(), was.dequantize()) and factors.left.dtype == torch.float16
+        assert not torch.equal(factors.dequantize(), former.dequantize()) and factors.nbytes == former.nbytes
+    save_compressed(result, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(load_compressed(tmp_path)(text[0]).logits, result.model(text[0]).logits)
+
+
+@pytest.mark.parametrize(
+    "before", ["rtn(bits=3, group_size=16)", "rtn(bits=3, group_size=16), low_rank(rank=4, bits=8)"]
+)
+def test_adapters_need_low_rank_parts(before, peaked, tokens):
+    with pytest.raises(ValueError, match="no earlier method of the recipe adds a low-rank part in 16 bits"):
+        plan(f"{before}, distil(train=adapters)", peaked(), tokens(12, 24))
 
 
 def test_minutes_bound_the_updates(peaked, tokens):
