@@ -20,6 +20,7 @@ METRICS = (
     ("byte_perplexity_", "Perplexity per byte", "", -1),
     ("word_perplexity_", "Perplexity per word", "", -1),
     ("brier_score_", "Brier score", "", -1),
+    ("ece_", "Calibration error", "%", -1),
     ("decode_tokens_per_s", "Decode", "tokens/s", 1),
     ("step_tokens_per_s", "Decoding step alone", "tokens/s", 1),
     ("prefill_tokens_per_s", "Prefill", "tokens/s", 1),

@@ -10,7 +10,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from lm_eval.tasks import TaskManager
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from eval.tasks.paired import fits, stderr
+from eval.tasks.paired import calibration_error, fits, stderr
 from eval.tasks.task_files import CONSENT
 from eval.text.perplexity import bounded_exp
 from eval.text.through_cache import attachment, logits_through_cache
@@ -289,6 +289,8 @@ def _answered(task: Task, found: dict[str, Any], seconds: float) -> Answered:
             aggregates[own] = aggregate
             if (error := stderr(items, aggregate)) is not None:
                 values[f"{own}_stderr"] = error
+    if all("acc" in d.metrics and d.choices and d.loglikelihoods for d in documents.values()):
+        _add_calibration(documents.values(), values, aggregates, better)
     return Answered(
         name,
         metric,
@@ -301,6 +303,20 @@ def _answered(task: Task, found: dict[str, Any], seconds: float) -> Answered:
         task.OUTPUT_TYPE == "generate_until",
         round(seconds, 3),
     )
+
+
+def _add_calibration(
+    documents: Iterable[Document], values: dict[str, float], aggregates: dict[str, str], better: dict[str, bool]
+) -> None:
+    """Add how far the model's certainty of its likeliest choice is from the share of right ones, as the metric ece."""
+    for document in documents:
+        own = np.asarray(document.loglikelihoods[: len(document.choices)])
+        document.metrics["ece"] = [float(1 / np.exp(own - own.max()).sum()), document.metrics["acc"]]
+    items = [document.metrics["ece"] for document in documents]
+    values["ece"] = float(calibration_error(np.asarray(items, dtype=float)))
+    aggregates["ece"], better["ece"] = "calibration_error", False
+    if (error := stderr(items, aggregates["ece"])) is not None:
+        values["ece_stderr"] = error
 
 
 def _document(task: Task, sample: dict[str, Any], metric: str, metrics: dict[str, Any]) -> Document:

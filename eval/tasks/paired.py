@@ -11,14 +11,29 @@ from eval.record.measured import Paired
 _RESAMPLES = 2000
 _AT_ONCE = 1 << 20  # number of drawn indices in memory at a time
 
-# By the name of lm-eval's function, for values [..., n] or, if an item is (log-likelihood, length), [..., n, 2].
+BINS = 15  # of the certainty
+
+
+def calibration_error(x: np.ndarray) -> np.ndarray:
+    """The expected calibration error of answers [..., n, 2], each of which is (certainty, 1 if it is right, else 0): the
+    mean distance between the certainty and the share of right answers, over bins of equal width.
+
+    Source: Guo et al. 2017, arXiv:1706.04599, equation 3, with its 15 bins.
+    """
+    certain, excess = np.minimum((np.nan_to_num(x[..., 0]) * BINS).astype(int), BINS - 1), x[..., 1] - x[..., 0]
+    return sum(np.abs(np.where(certain == b, excess, 0.0).mean(-1)) for b in range(BINS))
+
+
+# By the name of lm-eval's function or ours, for values [..., n] or, if an item is a pair, [..., n, 2]. Pairs are
+# (log-likelihood, length), or those of `calibration_error`.
 AGGREGATES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "mean": lambda x: x.mean(-1),
     "perplexity": lambda x: np.exp(-x.mean(-1)),
     "weighted_perplexity": lambda x: np.exp(-x[..., 0].sum(-1) / x[..., 1].sum(-1)),
+    "calibration_error": calibration_error,
     "bits_per_byte": lambda x: -x[..., 0].sum(-1) / x[..., 1].sum(-1) / math.log(2),
 }
-_OF_PAIRS = ("weighted_perplexity", "bits_per_byte")
+_OF_PAIRS = ("weighted_perplexity", "bits_per_byte", "calibration_error")
 
 
 def fits(aggregate: str, values: Sequence[Any]) -> bool:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 FLIPS = 12  # examples of a model and direction in the record; the files of samples have all
 _TURNS = {(1, 0): "right to wrong", (0, 1): "wrong to right"}
 _SHOWN = 400  # characters of a text in the record
-_KEPT_AS = 3  # format number; changed whenever stored answers become unusable
+_KEPT_AS = 4  # format number; changed whenever stored answers become unusable
 _VERSIONS = ("lm-eval", "transformers", "tokenizers", "torch", "datasets", "numpy")
 
 

@@ -26,7 +26,7 @@ from compress.kv.attach import attached
 from eval.record.reading import plain
 from eval.tasks import harness, task_files
 from eval.tasks.fingerprint import model_sha256, tokenizer_sha256
-from eval.tasks.paired import AGGREGATES, compare, mcnemar, stderr
+from eval.tasks.paired import AGGREGATES, calibration_error, compare, mcnemar, stderr
 from eval.tasks.tasks import FLIPS, TaskScores, answer_tasks, check_tasks
 from kernels.support import hub
 
@@ -154,7 +154,7 @@ def test_scores_are_lm_evals_own(folder, letters, tiny, num_fewshot):
             metric, _, kept = key.partition(",")
             if kept and not metric.endswith("_stderr"):
                 expected[f"{metric}{'_loose' if kept == 'loose' else ''}_{name}"] = value
-    values = {key: value for key, value in found.items() if "_stderr" not in key}
+    values = {key: value for key, value in found.items() if "_stderr" not in key and not key.startswith("ece_")}
     assert values == expected and len(values) == 9
     assert 0 < values["acc_choice"] < 1 and values["bits_per_byte_reading"] > 3
 
@@ -228,6 +228,35 @@ def test_standard_errors_are_lm_evals_own():
 
 
 # Statistics of pairs
+
+
+def test_the_calibration_error_is_the_papers():
+    """Guo et al., equation 3, bin by bin."""
+    generator = np.random.default_rng(0)
+    certain = generator.uniform(0.2, 1.0, 400)
+    right = (generator.uniform(size=400) < certain**2).astype(float)
+    by_hand = 0.0
+    for b in range(15):
+        inside = [i for i in range(400) if b / 15 <= certain[i] < (b + 1) / 15]
+        if inside:
+            by_hand += len(inside) / 400 * abs(np.mean(right[inside]) - np.mean(certain[inside]))
+    pairs = np.stack([certain, right], 1)
+    assert calibration_error(pairs) == pytest.approx(by_hand) and by_hand > 0.05
+    assert calibration_error(np.stack([pairs, pairs])).shape == (2,)
+    assert 0 < stderr(pairs, "calibration_error") < 0.05
+    assert calibration_error(np.array([[1.0, 1], [1.0, 1], [0.5, 0], [0.5, 1]])) == 0
+
+
+def test_choices_have_a_calibration_error(folder, letters, tiny):
+    found = answer_tasks({"model": tiny("llama")}, letters, ["choice"], task_path=str(folder))
+    (of,) = found.answers["model"].values()
+    by_hand = [
+        (torch.softmax(torch.tensor(d.loglikelihoods[: len(d.choices)]), 0).max().item(), d.metrics["acc"])
+        for d in of.documents
+    ]
+    (name,) = found.answers["model"]
+    assert found.metrics["model"][f"ece_{name}"] == pytest.approx(float(calibration_error(np.array(by_hand))), abs=1e-6)
+    assert f"ece_{name}_stderr" in found.metrics["model"] and not of.higher_is_better["ece"]
 
 
 def test_mcnemar_is_the_exact_binomial():
