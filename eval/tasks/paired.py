@@ -15,8 +15,8 @@ BINS = 15  # of the certainty
 
 
 def calibration_error(x: np.ndarray) -> np.ndarray:
-    """The expected calibration error of answers [..., n, 2], each of which is (certainty, 1 if it is right, else 0): the
-    mean distance between the certainty and the share of right answers, over bins of equal width.
+    """The expected calibration error of answers [..., n, 2], each of which is (certainty, 1 if it is right, else 0):
+    the mean distance between the certainty and the share of right answers, over bins of equal width.
 
     Source: Guo et al. 2017, arXiv:1706.04599, equation 3, with its 15 bins.
     """
