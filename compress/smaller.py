@@ -112,6 +112,30 @@ def adopt(ours: nn.Module, theirs: nn.Module) -> None:
             vars(module).update({k: v for k, v in _plain(other).items() if k in vars(module)})
 
 
+def become(model: nn.Module, smaller: nn.Module, settings: dict[str, Any]) -> str:
+    """Give a model the modules of a copy of it that has become smaller, and its config the settings that describe it.
+
+    Returns:
+        "", or the reason why no config describes it, after which the model is as it was.
+    """
+    try:
+        skeleton = of_settings(model, settings)
+    except Exception as error:
+        return first_line(error)
+    adopt(smaller, skeleton)
+    if problem := difference(smaller, skeleton):
+        return problem
+    own = {id(smaller.config): model.config, id(smaller.config.get_text_config()): model.config.get_text_config()}
+    for name, child in smaller.named_children():
+        setattr(model, name, child)
+    for module in model.modules():
+        for key, value in vars(module).items():
+            vars(module)[key] = own.get(id(value), value)
+    for key, value in settings.items():
+        setattr(model.config.get_text_config(), key, value)
+    return ""
+
+
 def difference(ours: nn.Module, theirs: nn.Module, name: str = "", *, leave: str = "") -> str:
     """The first difference of two modules in their kinds, shapes and plain attributes; "" if there is none.
 

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from compress.dropped import parts_of
 from compress.linear import is_linear, parameter_count, shape_of, sharing_copy, weight_of
 from compress.method import Method, knob
-from compress.smaller import adopt, difference, of_settings
+from compress.smaller import become, of_settings
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import advance, block_calls, device_of, on_device
 from compress.walk.context import Context
@@ -210,18 +210,8 @@ class Width(Method):
                 _slice(blocks[index].get_submodule(name), rows[chosen[index]].flatten().sort().values, None)
             columns = its.columns[chosen[index]].flatten().sort().values
             _slice(blocks[index].get_submodule(its.consumer), None, columns)
-        skeleton = self._built(model, settings)
-        adopt(smaller, skeleton)
-        if problem := difference(smaller, skeleton):
+        if problem := become(model, smaller, settings):
             raise ValueError(f"{self._refused(model)}: {problem}")
-        own = {id(smaller.config): model.config, id(smaller.config.get_text_config()): model.config.get_text_config()}
-        for name, child in smaller.named_children():
-            setattr(model, name, child)
-        for module in model.modules():
-            for key, value in vars(module).items():
-                vars(module)[key] = own.get(id(value), value)
-        for key, value in settings.items():
-            setattr(model.config.get_text_config(), key, value)
 
     def _built(self, model: nn.Module, settings: dict[str, int]) -> nn.Module:
         """A model of these settings, without weights."""

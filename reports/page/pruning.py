@@ -13,7 +13,11 @@ from reports.parts.strengths import strength_tables
 
 SPARSE = 0.005  # a weight with a smaller share of zeros is not called sparse: rounding makes some zeros, too
 _KINDS = {"attention": "attention", "mlp": "MLPs", "block": "blocks"}
-_NARROWER = {"units": ("units", "MLP"), "heads": ("key-value heads", "attention")}
+_NARROWER = {
+    "units": ("units", "MLP"),
+    "heads": ("key-value heads", "attention"),
+    "experts": ("experts", "mixture"),
+}
 
 
 def figures(layers: Iterable[Any], drops: Iterable[Any]) -> Figures:

@@ -32,6 +32,8 @@ ROWS = {
     "wanda": {"pattern": "3:4"},
     "sparsegpt": {"ratio": 0.2, "bits": 8, "group_size": 16, "min_tokens": 8},
     "layer_drop": {"target": "mlp", "count": 1},
+    "width": {"ratio": 0.25, "multiple": 1},
+    "expert_drop": {"ratio": 0.25},
     "smoothquant": {"alpha": 0.6},
     "rotate": {},
     "flatquant": {"steps": 2},
@@ -90,7 +92,12 @@ def test_knobs_describe_themselves(name):
 
 
 # Each method meets one of two of these kinds here, in turn; `make test-all` takes every method on every architecture.
-REFUSED = {"smooth_keys": {"gpt2", "phi3", "gpt_neox"}}  # one linear gives queries and keys there
+EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}
+REFUSED = {
+    "smooth_keys": {"gpt2", "phi3", "gpt_neox"},
+    "width": EXPERTS,
+    "expert_drop": {*sum(KINDS, ()), *ALIKE} - EXPERTS,
+}  # one linear gives queries and keys there
 
 
 def on_architectures():
@@ -108,7 +115,7 @@ def test_every_architecture(name, architecture, tiny, tokens):
     before = model(ids).logits
     parameters = sum(p.numel() for p in model.parameters())
     if architecture in REFUSED.get(name, ()):
-        with pytest.raises(ValueError, match=f"`model`.*{name}"):
+        with pytest.raises(ValueError, match=f"`(model|target)`.*{name}"):
             apply(recipe_of(name), model, tokens())
         return
     result = apply(recipe_of(name), model, tokens())

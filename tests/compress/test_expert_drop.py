@@ -1,0 +1,111 @@
+"""Dropped experts: which go, and that the rest computes as the model in which no token may reach those that are gone."""
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
+
+from compress import apply, load_compressed, save_compressed
+from compress.linear import parameter_count
+from compress.plan import plan
+from compress.pruning.expert_drop import _importance
+from compress.walk.blocks import find_blocks
+
+ARCHITECTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "granitemoe"]
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+class Closed(TorchFunctionMode):
+    """While active, products with a router's weight give -inf for experts that are gone."""
+
+    def __init__(self, gone):
+        super().__init__()
+        self.gone = gone  # by id of a router's weight
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear and (gone := self.gone.get(args[1].data_ptr())) is not None:
+            output = output.clone()
+            output[..., gone] = float("-inf")
+        return output
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_is_left_computes_as_if_the_others_were_closed(architecture, tiny, tokens):
+    model, whole, text = tiny(architecture), tiny(architecture), tokens(4, 24)
+    result = apply("expert_drop(ratio=0.25)", model, text)
+    assert result.drops and all(drop.left < drop.of for drop in result.drops)
+    assert sum(drop.parameters for drop in result.drops) == parameter_count(whole) - parameter_count(model)
+    gone = {}
+    for drop in result.drops:
+        theirs, ours = (find_blocks(m)[1][drop.block].get_submodule(drop.name.split(".", 3)[3]) for m in (whole, model))
+        kept = [int((theirs.down_proj == row).flatten(1).all(1).nonzero()[0]) for row in ours.down_proj]
+        assert len(kept) == drop.left and kept == sorted(kept)
+        for name, p in find_blocks(whole)[1][drop.block].named_parameters():
+            if "experts" not in name and p.shape == (drop.of, model.config.hidden_size):
+                gone[p.data_ptr()] = [e for e in range(drop.of) if e not in kept]
+    assert len(gone) == len(result.drops)
+    with Closed(gone):
+        closed = logits(whole, text[0])
+    assert torch.allclose(logits(model, text[0]), closed, atol=1e-5)
+    skeleton = type(model)(model.config)
+    assert {n: p.shape for n, p in skeleton.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+
+
+def test_importance_is_the_papers(tiny, tokens):
+    """The mean of g ||f|| over the tokens that reach an expert, from the router's own output."""
+    model, text = tiny("mixtral"), tokens(3, 16)
+    blocks = find_blocks(model)[1]
+    experts, seen = blocks[0].mlp.experts, []
+    handle = experts.register_forward_pre_hook(lambda _, args: seen.append(args))
+    for batch in text:
+        logits(model, batch)
+    handle.remove()
+    added, count = torch.zeros(experts.num_experts), torch.zeros(experts.num_experts)
+    for hidden, index, weights in seen:
+        for token in range(len(hidden)):
+            for expert, weight in zip(index[token].tolist(), weights[token].tolist(), strict=True):
+                gate, up = (experts.gate_up_proj[expert] @ hidden[token]).chunk(2)
+                added[expert] += weight * (experts.down_proj[expert] @ (experts.act_fn(gate) * up)).norm().item()
+                count[expert] += 1
+    names = dict.fromkeys(range(len(blocks)), "mlp.experts")
+    assert torch.allclose(
+        _importance(model, names, text, torch.device("cpu"), "reap")[0].float(), added / count.clamp_min(1), rtol=1e-4
+    )
+    assert torch.equal(_importance(model, names, text, torch.device("cpu"), "frequency")[0].float(), count)
+    assert blocks[0].mlp.experts is experts
+
+
+def test_a_smaller_mixture_is_loaded_by_transformers_and_by_us(tiny, tokens, tmp_path):
+    model, text = tiny("qwen3_moe"), tokens(4, 24)
+    apply("expert_drop(ratio=0.5)", model, text)
+    model.save_pretrained(tmp_path / "plain")
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), text[0]), logits(model, text[0])
+    )
+    stored = apply("expert_drop(ratio=0.5), rtn(bits=4, group_size=8)", tiny("qwen3_moe"), text)
+    save_compressed(stored, tmp_path / "ours")
+    assert torch.equal(logits(load_compressed(tmp_path / "ours"), text[0]), logits(stored.model, text[0]))
+    # gptq walks through the blocks, so that experts are split before any is dropped.
+    walked = apply("expert_drop(ratio=0.5), gptq(bits=4, group_size=8, min_tokens=8)", tiny("qwen3_moe"), text)
+    assert [drop.left for drop in walked.drops] == [drop.left for drop in stored.drops]
+    assert logits(walked.model, text[0]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "knobs", "told"),
+    [
+        ("llama", "", "`model` (LlamaForCausalLM) has no mixture of experts that expert_drop knows"),
+        ("mixtral", "ratio=0.0", "`ratio` (=0) of expert_drop would leave"),
+        ("mixtral", "ratio=0.9", "that each token reaches must stay"),
+        ("mixtral", "metric=random", "must be one of reap, frequency"),
+    ],
+)
+def test_what_cannot_be_dropped(architecture, knobs, told, tiny, tokens):
+    with pytest.raises(ValueError) as caught:
+        plan(f"expert_drop({knobs})", tiny(architecture), tokens(4, 24))
+    assert told in str(caught.value)
