@@ -37,8 +37,8 @@ class ExpertDrop(Method):
     ratio: float = knob(0.25, "share of the experts of each block that is removed", range=(0, 1), describes=True)
     metric: str = knob(
         "reap",
-        "importance of an expert: the mean, over the tokens that reach it, of its router's weight times the norm of its "
-        "output (reap), or the number of these tokens (frequency)",
+        "importance of an expert: the mean, over the tokens that reach it, of its router's weight times the norm of "
+        "its output (reap), or the number of these tokens (frequency)",
         choices=METRICS,
     )
 
@@ -94,8 +94,8 @@ class ExpertDrop(Method):
         least = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
         if not least <= left < count:
             raise ValueError(
-                f"`ratio` (={self.ratio:g}) of {self.name} would leave {left} of {count} experts: some must go, and the "
-                f"{least} that each token reaches must stay"
+                f"`ratio` (={self.ratio:g}) of {self.name} would leave {left} of {count} experts: some must go, and "
+                f"the {least} that each token reaches must stay"
             )
         return left
 
