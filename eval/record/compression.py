@@ -65,9 +65,9 @@ class DropRecord:
 
     kind: "attention", "mlp" or "block"; "units", "heads" or "experts" of a part that lost some of these. block: its
     number in the original model. importance: 1 - cosine of the residual stream before and after, mean over the
-    calibration tokens, at the last measurement; of units and the like the share of their importance that was lost. order: 1 for the part that was
-    dropped first; None: it stays. parameters: the number of parameters that were removed. left, of: the numbers of
-    units or heads that stayed and that there were.
+    calibration tokens, at the last measurement; of units and the like the share of their importance that was lost.
+    order: 1 for the part that was dropped first; None: it stays. parameters: the number of parameters that were
+    removed. left, of: the numbers of units, heads or experts that stayed and that there were.
     """
 
     name: str
