@@ -214,8 +214,11 @@ def _weights(checkpoint: Checkpoint) -> str:
     if find_ends(checkpoint.model).tied:
         text += "\nThe output head shares the weight of the embedding.\n"
     text += _unreached(info.layers)
-    if gone := [drop["name"] for drop in info.drops if drop["order"]] or list(dropped_parts(checkpoint.model)):
+    whole = [drop for drop in info.drops if drop.get("left") is None]
+    if gone := [drop["name"] for drop in whole if drop["order"]] or list(dropped_parts(checkpoint.model)):
         text += f"\nDropped: {', '.join(f'`{name}`' for name in gone)}.\n"
+    for drop in {drop["kind"]: drop for drop in info.drops if drop.get("left") is not None}.values():
+        text += f"\nOf {drop['of']:,} {drop['kind']} in each block {drop['left']:,} are left.\n"
     return text
 
 

@@ -9,6 +9,7 @@ from compress.linear import parameter_count, weight_of
 from compress.plan import plan
 from compress.pruning.width import Width, _by_activations, _by_gradients
 from compress.walk.blocks import find_blocks
+from reports.page.pruning import figures
 
 CPU = torch.device("cpu")
 
@@ -48,6 +49,8 @@ def test_a_narrower_model_is_loaded_by_transformers_and_by_us(tiny, tokens, tmp_
     assert torch.equal(logits(again, text[0]), logits(model, text[0]))
     quantised = apply("width(ratio=0.5, multiple=1), rtn(bits=4, group_size=8)", tiny("llama"), text)
     save_compressed(quantised, tmp_path / "ours")
+    (drop, *_) = quantised.drops
+    assert f"Of {drop.of} units in each block {drop.left} are left" in (tmp_path / "ours" / "README.md").read_text()
     assert torch.equal(logits(load_compressed(tmp_path / "ours"), text[0]), logits(quantised.model, text[0]))
 
 
@@ -113,6 +116,8 @@ def test_drops_before_it(tiny, tokens):
     model, text = tiny("llama"), tokens(4, 24)
     result = apply("layer_drop(target=mlp, layers='0'), width(ratio=0.5, multiple=1)", model, text)
     assert [drop.block for drop in result.drops if drop.kind == "units"] == [1]
+    said = figures(result.layers, result.drops).said
+    assert f"Narrower: {result.drops[-1].left} of {result.drops[-1].of} units are left" in said and "MLPs of block 0" in said
     assert "units in each block left" in str(result) and "1 of 2 dropped" in str(result)
 
 
