@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationConfig
 
 from compress.linear import is_linear, replace
-from compress.smaller import NUMBERS, without_blocks
+from compress.smaller import NUMBERS, plain, without_blocks
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import device_of
 
@@ -125,6 +125,7 @@ def drop_block(model: nn.Module, index: int) -> None:
 @contextmanager
 def undone_if_refused(model: nn.Module) -> Iterator[None]:
     """If the `with` block ends in an error, the model gets back the modules, numbers and settings that it had."""
+    of_root = plain(model)
     children = [(module, dict(module._modules)) for module in model.modules()]
     numbers = [(m, key, vars(m)[key]) for m, _ in children for key in NUMBERS if key in vars(m)]
     config = model.config.get_text_config()
@@ -137,6 +138,7 @@ def undone_if_refused(model: nn.Module) -> Iterator[None]:
             module._modules.update(own)
         for module, key, number in numbers:
             setattr(module, key, number)
+        vars(model).update(of_root)
         vars(config).clear()
         vars(config).update(settings)
         raise

@@ -161,7 +161,7 @@ class _Case:
             made = int(self.resident * self._share_stored(i + 1)) if replaces else alive
             if originals is None and isinstance(method, LayerwiseMethod) and method is not self.recipe[-1]:
                 originals, alive = alive, 0
-            copies = (originals or 0) + max(made, alive) - before
+            copies = (originals or 0) + max(made, alive) - before + int(method.made_twice * self.resident)
             alive = made
             shapes = _largest_block(self.model, getattr(method, "skip", ""))
             flowing = self._flowing()

@@ -61,6 +61,11 @@ class Method:
         """The number of float32 copies of all weights of the blocks that training of the whole model holds."""
         return 0.0
 
+    @property
+    def made_twice(self) -> float:
+        """The share of the model that exists in its former and in its new form until this method has ended."""
+        return 0.0
+
     def __new__(cls, *values: Any, **knobs: Any) -> "Method":
         check_knob_names(cls, knobs, named=not values)
         return super().__new__(cls)

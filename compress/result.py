@@ -72,7 +72,7 @@ class Result:
         whole = [drop for drop in self.drops if drop.left is None]
         gone = [drop for drop in whole if drop.order]
         dropped = f"{len(gone)} of {len(whole)} dropped ({', '.join(drop.name for drop in gone)}), " if gone else ""
-        for kind, drop in {drop.kind: drop for drop in self.drops if drop.left is not None}.items():
+        for (kind, _), drop in {(drop.kind, drop.of): drop for drop in self.drops if drop.left is not None}.items():
             dropped += f"{drop.left} of {drop.of} {kind} in each block left, "
         return f"{recipe}: {dropped}{folded}{stored}{len(self.kept)} other weights kept, {self.seconds:.0f} s"
 

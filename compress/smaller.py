@@ -109,7 +109,7 @@ def adopt(ours: nn.Module, theirs: nn.Module) -> None:
     others = dict(theirs.named_modules())
     for name, module in ours.named_modules():
         if type(other := others.get(name)) is type(module):
-            vars(module).update({k: v for k, v in _plain(other).items() if k in vars(module)})
+            vars(module).update({k: v for k, v in plain(other).items() if k in vars(module)})
 
 
 def become(model: nn.Module, smaller: nn.Module, settings: dict[str, Any]) -> str:
@@ -131,6 +131,7 @@ def become(model: nn.Module, smaller: nn.Module, settings: dict[str, Any]) -> st
     for module in model.modules():
         for key, value in vars(module).items():
             vars(module)[key] = own.get(id(value), value)
+    adopt(model, skeleton)
     for key, value in settings.items():
         setattr(model.config.get_text_config(), key, value)
     return ""
@@ -150,7 +151,7 @@ def difference(ours: nn.Module, theirs: nn.Module, name: str = "", *, leave: str
     for key in sorted(shapes[0].keys() | shapes[1].keys()):
         if shapes[0].get(key) != shapes[1].get(key):
             return f"{name}.{key} would have the shape {shapes[1].get(key)}, not {shapes[0].get(key)}"
-    own, other = (_plain(module) if not leave else {} for module in (ours, theirs))
+    own, other = (plain(module) if not leave else {} for module in (ours, theirs))
     for key in sorted(own.keys() | other.keys()):
         if own.get(key) != other.get(key):
             return f"{name}.{key} would be {other.get(key)}, not {own.get(key)}"
@@ -172,7 +173,7 @@ def _shapes(module: nn.Module, *, with_buffers: bool) -> dict[str, tuple[int, ..
     return {key: tuple(tensor.shape) for key, tensor in tensors.items() if tensor is not None}
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
+def plain(module: nn.Module) -> dict[str, Any]:
     """The numbers, names and flags that a module keeps for itself, without its number and that of all blocks."""
     return {
         key: value

@@ -217,7 +217,7 @@ def _weights(checkpoint: Checkpoint) -> str:
     whole = [drop for drop in info.drops if drop.get("left") is None]
     if gone := [drop["name"] for drop in whole if drop["order"]] or list(dropped_parts(checkpoint.model)):
         text += f"\nDropped: {', '.join(f'`{name}`' for name in gone)}.\n"
-    for drop in {drop["kind"]: drop for drop in info.drops if drop.get("left") is not None}.values():
+    for drop in {(drop["kind"], drop["of"]): drop for drop in info.drops if drop.get("left") is not None}.values():
         text += f"\nOf {drop['of']:,} {drop['kind']} in each block {drop['left']:,} are left.\n"
     return text
 

@@ -54,13 +54,12 @@ def text_column(corpus: str, texts: list[str], columns: Iterable[str]) -> str:
 def documents_in(corpus: str, column: str, values: Iterable[Any]) -> list[str]:
     """The documents in a column: texts, or chats if it is their column; missing values are left out."""
     there = [value for value in values if value is not None]
-    return [_chat(corpus, value) for value in there] if column == CHATS else there
+    texts = column != CHATS or all(isinstance(value, str) for value in there)
+    return there if texts else [_chat(corpus, value) for value in there]
 
 
 def _chat(corpus: str, messages: Any) -> str:
     turns = messages if isinstance(messages, list) and messages else [None]
-    if isinstance(messages, str):  # a column of texts that has this name
-        return messages
     if not all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns) or not all(
         isinstance(turn.get("content"), str) for turn in turns
     ):

@@ -1,20 +1,23 @@
 """Expert dropping (REAP, arXiv:2510.13999): remove the experts of every mixture that add least to its output."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from compress.linear import parameter_count, sharing_copy
+from compress.linear import compressed_linears, parameter_count, sharing_copy
 from compress.method import Method, knob
 from compress.smaller import become, of_settings
 from compress.walk.blocks import find_blocks
-from compress.walk.capture import advance, block_calls, on_device
+from compress.walk.capture import advance, block_calls, device_of, on_device
 from compress.walk.context import Context
 from compress.walk.experts import SplitExperts, expert_count, is_fused_experts
+from compress.walk.finite import NotFinite
+from compress.walk.folds.checks import difference, logits_of, tolerance
 from compress.walk.offload import is_offloaded
 from compress.walk.parallel.ranks import progress_bar
 from eval.record.compression import DropRecord
@@ -22,6 +25,7 @@ from kernels.linear import fast_linear
 from kernels.support.errors import first_line
 
 METRICS = ("reap", "frequency")
+CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts_per_token")  # the number a token reaches
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # names in configs
 
 
@@ -45,15 +49,23 @@ class ExpertDrop(Method):
     def check(self, model: nn.Module) -> None:
         if is_offloaded(model):
             raise ValueError(f"`weights` (='disk'): {self.name} needs the model in memory: weights='memory'")
-        settings = self._settings(model)
+        if stored := next(iter(compressed_linears(model)), ""):
+            raise ValueError(f"`model` holds {stored} compressed already, and {self.name} removes plain weights")
+        groups = getattr(model.config.get_text_config(), "n_group", None) or 1
+        if groups > 1:
+            raise ValueError(
+                f"`model` ({type(model).__name__}) chooses among {groups} groups of experts, which {self.name} does "
+                "not keep apart"
+            )
         try:
-            smaller = of_settings(model, settings)
+            skeleton = of_settings(model, {})
         except Exception as error:  # of many kinds
             raise ValueError(f"{self._refused(model)}: {first_line(error)}") from error
-        for index, (name, count) in self._mixtures(model).items():
-            there = expert_count(find_blocks(smaller)[1][index].get_submodule(name))
-            if there != (keep := self._left(model, count)):
-                raise ValueError(f"{self._refused(model)}: {name} of block {index} would have {there}, not {keep}")
+        self.outline(skeleton)
+
+    @property
+    def made_twice(self) -> float:
+        return 1 - self.ratio
 
     def own_passes(self) -> str:
         return "how much each expert adds"
@@ -62,14 +74,26 @@ class ExpertDrop(Method):
         mixtures = self._mixtures(model)
         self._keep(model, {i: torch.arange(self._left(model, count)) for i, (_, count) in mixtures.items()})
 
+    @torch.no_grad()
     def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[DropRecord]:
         (prefix, blocks), mixtures = find_blocks(model), self._mixtures(model)
         scores = _importance(
             model, {i: name for i, (name, _) in mixtures.items()}, batches, context.device, self.metric
         )
         chosen = {i: own.topk(self._left(model, len(own))).indices.sort().values for i, own in scores.items()}
+        if not all(own.isfinite().all() for own in scores.values()):
+            raise NotFinite("the importance of an expert is NaN or infinite")
         before = [parameter_count(block) for block in blocks]
+        with _closed(model, of_settings(model, self._settings(model)), chosen):
+            wanted = logits_of(model)
         self._keep(model, chosen)
+        error = difference(logits_of(model), wanted, routed=model.dtype != torch.float32)
+        if not error <= 10 * tolerance(model):
+            raise ValueError(
+                f"`model` ({type(model).__name__}) chooses its experts in a way that {self.name} does not know: its "
+                f"logits differ by {error:.1e} of their length from those of the model in which no token may choose "
+                "the others; the model is as it was"
+            )
         return [
             DropRecord(
                 name=f"{prefix}.{index}.{mixtures[index][0]}",
@@ -91,7 +115,8 @@ class ExpertDrop(Method):
             ValueError: none is removed, or fewer stay than a token reaches.
         """
         left = round(count * (1 - self.ratio))
-        least = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
+        config = model.config.get_text_config()
+        least = max(getattr(config, key, None) or 1 for key in CHOSEN)
         if not least <= left < count:
             raise ValueError(
                 f"`ratio` (={self.ratio:g}) of {self.name} would leave {left} of {count} experts: some must go, and "
@@ -146,6 +171,52 @@ class ExpertDrop(Method):
             raise ValueError(f"{self._refused(model)}: {problem}")
 
 
+@contextmanager
+def _closed(model: nn.Module, smaller: nn.Module, chosen: Mapping[int, Tensor]) -> Iterator[None]:
+    """While the context lasts, routers give -inf for the experts that are not chosen.
+
+    Args:
+        smaller: a model that has only as many experts; tensors of routers are those that are shorter in it.
+    """
+    theirs, (prefix, blocks) = dict(smaller.named_modules()), find_blocks(model)
+    closed: dict[int, Tensor] = {}
+    with ExitStack() as undo:
+        for index, kept in chosen.items():
+            for name, module in blocks[index].named_modules():
+                other = theirs.get(f"{prefix}.{index}.{name}".removesuffix("."))
+                if other is None or isinstance(module, SplitExperts) or is_fused_experts(module):
+                    continue
+                for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                    there = getattr(other, key, None)
+                    if tensor is None or not isinstance(there, Tensor) or there.shape == tensor.shape:
+                        continue
+                    gone = torch.ones(len(tensor), dtype=torch.bool, device=tensor.device)
+                    gone[kept.to(tensor.device)] = False
+                    if tensor.dim() == 1:
+                        undo.callback(setattr, tensor, "data", tensor.data)
+                        tensor.data = tensor.data.masked_fill(gone, float("-inf"))
+                    else:
+                        closed[tensor.data_ptr()] = gone
+        undo.enter_context(_Closed(closed))
+        yield
+
+
+class _Closed(TorchFunctionMode):
+    """While active, products with some weights, by their addresses, are -inf at some outputs."""
+
+    def __init__(self, closed: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self.closed = closed
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear:
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            gone = self.closed.get(weight.data_ptr())
+            return output if gone is None else output.masked_fill(gone, float("-inf"))
+        return output
+
+
 def _take(module: nn.Module, other: nn.Module, kept: Tensor) -> None:
     """Keep, of a module's own tensors that are shorter in another model, these rows."""
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -184,7 +255,7 @@ def _watched(block: nn.Module, name: str) -> Iterator[tuple[Tensor, Tensor]]:
     norm of its output, and of the tokens that reach it. Fused experts are split meanwhile."""
     own, (parent, _, child) = block.get_submodule(name), name.rpartition(".")
     experts = own if isinstance(own, SplitExperts) else SplitExperts(own)
-    home = next(own.parameters()).device
+    home = device_of(own)
     added, tokens = (torch.zeros(experts.num_experts, dtype=torch.float64, device=home) for _ in range(2))
     routed: dict[str, Tensor] = {}
 

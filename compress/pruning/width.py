@@ -12,14 +12,15 @@ from torch.nn.functional import cross_entropy
 from transformers.pytorch_utils import Conv1D
 
 from compress.dropped import parts_of
-from compress.linear import is_linear, parameter_count, shape_of, sharing_copy, weight_of
+from compress.linear import compressed_linears, is_linear, parameter_count, shape_of, sharing_copy, weight_of
 from compress.method import Method, knob
 from compress.smaller import become, of_settings
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import advance, block_calls, device_of, on_device
 from compress.walk.context import Context
 from compress.walk.experts import SplitExperts, is_fused_experts
-from compress.walk.folds.links import made_up_batch
+from compress.walk.finite import NotFinite
+from compress.walk.folds.checks import difference, logits_of, tolerance
 from compress.walk.offload import is_offloaded
 from compress.walk.parallel.ranks import progress_bar
 from eval.record.compression import DropRecord
@@ -30,7 +31,6 @@ PARTS = {"mlp": "mlp", "heads": "attention"}  # by target, the part of a block t
 KINDS = {"mlp": "units", "heads": "heads"}  # in records
 METRICS = ("activation", "taylor")
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "ffn_intermediate_size")
-EXACT, ROUNDED = 1e-3, 0.1  # allowed relative difference of logits from those with zeros, in float32 and in 16 bits
 
 
 @dataclass(frozen=True)
@@ -80,22 +80,20 @@ class Width(Method):
     def check(self, model: nn.Module) -> None:
         if is_offloaded(model):
             raise ValueError(f"`weights` (='disk'): {self.name} needs the model in memory: weights='memory'")
-        units = self._units(model)
-        keep = self._left(units[min(units)].count)
-        if self.metric == "taylor" and not model.get_input_embeddings().weight.is_floating_point():
-            raise ValueError(f"`metric` (='taylor') of {self.name} needs gradients, and this model has stored weights")
-        narrowed = self._built(model, self._settings(model, units, keep))
-        blocks = find_blocks(narrowed)[1]
-        for index, its in units.items():
-            for name, shape in self._shapes(find_blocks(model)[1][index], its, keep).items():
-                try:
-                    there = shape_of(blocks[index].get_submodule(name))
-                except AttributeError:
-                    there = None
-                if there != shape:
-                    raise ValueError(
-                        f"{self._refused(model)}: block {index}'s {name} would have the shape {there}, not {shape}"
-                    )
+        if stored := next(iter(compressed_linears(model)), ""):
+            raise ValueError(
+                f"`model` holds {stored} compressed already, and {self.name} removes parts of plain weights"
+            )
+        if self.metric == "taylor" and model.dtype == torch.float16:
+            raise ValueError(
+                f"`metric` (='taylor') of {self.name}: most gradients are 0 in float16; load the model in float32 or "
+                "bfloat16, or take metric='activation'"
+            )
+        self.outline(self._built(model, {}))
+
+    @property
+    def made_twice(self) -> float:
+        return 1 - self.ratio
 
     def trains(self, longest: int) -> tuple[str, int] | None:
         return ("model", longest) if self.metric == "taylor" else None
@@ -108,18 +106,21 @@ class Width(Method):
         keep = self._left(units[min(units)].count)
         self._narrow(model, units, {index: torch.arange(keep) for index in units})
 
+    @torch.no_grad()
     def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[DropRecord]:
         units, (prefix, blocks) = self._units(model), find_blocks(model)
         keep = self._left(units[min(units)].count)
         measure = _by_gradients if self.metric == "taylor" else _by_activations
         scores = measure(model, units, batches, context.device)
+        if not all(own.isfinite().all() for own in scores.values()):
+            raise NotFinite("the importance of a unit is NaN or infinite")
         chosen = {index: its.topk(keep).indices.sort().values for index, its in scores.items()}
         before = [parameter_count(block) for block in blocks]
         with _zeroed(model, units, chosen):
-            wanted = _logits(model)
+            wanted = logits_of(model)
         self._narrow(model, units, chosen)
-        error = ((_logits(model) - wanted).norm() / wanted.norm()).item()
-        if not error <= (EXACT if model.dtype == torch.float32 else ROUNDED):
+        error = difference(logits_of(model), wanted)
+        if not error <= 10 * tolerance(model):
             raise ValueError(
                 f"`target` (={self.target!r}) of {self.name}: the units of {type(model).__name__} lie in another order "
                 f"than they were taken for (its logits differ by {error:.1e} of their length from those of the model "
@@ -191,14 +192,6 @@ class Width(Method):
             return {key: value for key, value in both.items() if key != "num_key_value_heads" or hasattr(config, key)}
         names = [key for key in WIDTHS if getattr(config, key, None) == count]
         return dict.fromkeys(names or ["n_inner"], keep)  # GPT-2 derives it from the width of the stream
-
-    def _shapes(self, block: nn.Module, units: Units, keep: int) -> dict[str, tuple[int, int]]:
-        """The shapes [out, in] of the linears of a block that change."""
-        shapes = {
-            name: (rows.shape[1] * keep, shape_of(block.get_submodule(name))[1]) for name, rows in units.rows.items()
-        }
-        out = shape_of(block.get_submodule(units.consumer))[0]
-        return {**shapes, units.consumer: (out, units.columns.shape[1] * keep)}
 
     def _narrow(self, model: nn.Module, units: Mapping[int, Units], chosen: Mapping[int, Tensor]) -> None:
         """Give the model narrower modules, and its config their widths. All modules are new ones."""
@@ -314,11 +307,6 @@ def _zeroed(model: nn.Module, units: Mapping[int, Units], chosen: Mapping[int, T
             (zeroed if isinstance(module, Conv1D) else zeroed.T)[its.columns[gone].flatten()] = 0
             module.weight = nn.Parameter(zeroed, requires_grad=False)
         yield
-
-
-@torch.no_grad()
-def _logits(model: nn.Module) -> Tensor:
-    return model(made_up_batch(model).to(device_of(model)), use_cache=False).logits.float()
 
 
 @torch.no_grad()

@@ -200,10 +200,12 @@ def product_dtype(model: nn.Module) -> torch.dtype:
 
 @contextmanager
 def fast_products(model: nn.Module) -> Iterator[None]:
-    """While the context lasts, matrix products have `product_dtype`; sums along the residual stream, norms and the loss
-    have the dtype of passes."""
+    """While the context lasts, the results of matrix products, those of the head among them, are rounded to
+    `product_dtype`; sums along the residual stream and norms have the dtype of passes."""
     dtype = product_dtype(model)
-    with torch.autocast(device_of(model).type, dtype, enabled=dtype != training_dtype(model)):
+    rounds = dtype != training_dtype(model)
+    # Without autocast's cache, which would give the weights of earlier updates inside an autocast of the caller's.
+    with torch.autocast(device_of(model).type, dtype, enabled=rounds, cache_enabled=False):
         yield
 
 

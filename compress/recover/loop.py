@@ -177,13 +177,15 @@ class Loop:
 
     def _backward(self, window: int) -> float:
         """The loss of a window; its gradients are added to those of the leaves."""
-        with torch.enable_grad(), fast_products(self.model):
-            hidden = self.at_head.hidden(self.windows[window].to(self.device))
+        with torch.enable_grad():
+            with fast_products(self.model):
+                hidden = self.at_head.hidden(self.windows[window].to(self.device))
             given, total = hidden.detach().requires_grad_(), 0.0
             ids, logp = self.teacher.of(window, self.device)
             pieces = zip(given.split(POSITIONS), ids.split(POSITIONS), logp.split(POSITIONS), strict=True)
             for piece, its_ids, its_logp in pieces:
-                logits = self.at_head.logits(piece)
+                with fast_products(self.model):
+                    logits = self.at_head.logits(piece)
                 loss = divergence(logits, its_ids, its_logp, self.schedule.loss).sum() / len(ids)
                 loss.backward()
                 total += loss.item()
@@ -244,9 +246,7 @@ class Loop:
         for key, parameter in self.latent.items():
             own = {n: tensors[f"{n}.{key}"] for n in ("step", "exp_avg", "exp_avg_sq") if f"{n}.{key}" in tensors}
             if own:
-                self.optimizer.state[parameter] = {
-                    n: t.to(parameter.device) if n != "step" else t for n, t in own.items()
-                }
+                self.optimizer.state[parameter] = {n: t.to(parameter.device) for n, t in own.items()}
         self.learned.prepare()
 
     def _load(self, values: dict[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Without dropout, and in the model's own dtype; the modes of the modules are restored afterwards."""
     training = [module for module in model.modules() if module.training]
+    whole, before = len(training) > 0 and all(m.training for m in model.modules()), set(model.modules())
     for module in training:
         module.training = False
     with ExitStack() as stack:
@@ -21,6 +22,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         finally:
             for module in training:
                 module.training = True
+            for module in set(model.modules()) - before:  # what has replaced others
+                module.training = whole
 
 
 def counting_writes() -> AbstractContextManager:

@@ -165,7 +165,11 @@ def _taken(result: Result) -> dict[str, Any]:
     zeros = sum((layer.sparsity or 0.0) * layer.weights for layer in result.layers)
     return {
         "removed_parameters": round(zeros) + sum(drop.parameters for drop in result.drops),
-        "dropped": [drop.name for drop in sorted(result.drops, key=lambda drop: drop.order or 0) if drop.order],
+        "dropped": [
+            drop.name
+            for drop in sorted(result.drops, key=lambda drop: drop.order or 0)
+            if drop.order and drop.left is None
+        ],
     }
 
 

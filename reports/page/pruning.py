@@ -78,9 +78,9 @@ def _said_drops(drops: Sequence[DropRecord]) -> list[str]:
 def _said_narrower(drops: Sequence[DropRecord]) -> list[str]:
     """What was removed of the width of MLPs and of attention."""
     said = []
-    for kind, (unit, part) in _NARROWER.items():
-        own = [drop for drop in drops if drop.kind == kind]
-        if own:
+    for kind, of in dict.fromkeys((drop.kind, drop.of) for drop in drops if drop.left is not None):
+        unit, part = _NARROWER[kind]
+        if own := [drop for drop in drops if (drop.kind, drop.of) == (kind, of)]:
             size, lost = sum(drop.parameters or 0 for drop in own), [100 * (drop.importance or 0.0) for drop in own]
             said.append(
                 f"Narrower: {own[0].left:,} of {own[0].of:,} {unit} are left in the {part} of each of {len(own)} "

@@ -109,3 +109,36 @@ def test_what_cannot_be_dropped(architecture, knobs, told, tiny, tokens):
     with pytest.raises(ValueError) as caught:
         plan(f"expert_drop({knobs})", tiny(architecture), tokens(4, 24))
     assert told in str(caught.value)
+
+
+def test_other_ways_of_choosing_are_found_out(tiny, tokens, monkeypatch):
+    """A router whose order of experts is another one than that of its weight: nothing of the model changes."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+
+    own = MixtralTopKRouter.forward
+
+    def shifted(self, hidden):
+        logits, scores, index = own(self, hidden)
+        return logits, scores, (index + 1) % self.weight.shape[0]
+
+    model, text = tiny("mixtral"), tokens(4, 24)
+    monkeypatch.setattr(MixtralTopKRouter, "forward", shifted)
+    before, config = logits(model, text[0]), model.config.to_dict()
+    with pytest.raises(ValueError, match="chooses its experts in a way that expert_drop does not know"):
+        apply("expert_drop(ratio=0.25)", model, text)
+    assert torch.equal(logits(model, text[0]), before) and model.config.to_dict() == config
+
+
+def test_groups_of_experts_are_refused(tiny, tokens):
+    model = tiny("deepseek_v3")
+    model.config.n_group = 2
+    with pytest.raises(ValueError, match="chooses among 2 groups of experts"):
+        plan("expert_drop", model, tokens(4, 24))
+
+
+def test_the_model_keeps_its_mode_and_counts_its_experts(tiny, tokens):
+    model, text = tiny("mixtral").train(), tokens(4, 24)
+    apply("expert_drop(ratio=0.25)", model, text)
+    assert all(module.training for module in model.modules())
+    assert model.num_experts == model.config.num_local_experts
+    assert model(text[0], labels=text[0], output_router_logits=True).loss.isfinite()

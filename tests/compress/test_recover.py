@@ -387,5 +387,7 @@ def test_bad_recipes_are_refused_before_any_work(peaked, tokens):
         apply("rtn(bits=3, group_size=16), distil", peaked(), tokens(1, 24))
     with pytest.raises(ValueError, match=r"`calibrate` \(='once'\).* for gptq, and distil changes the weights"):
         apply(f"wanda, distil({QUICK}), gptq(bits=4, group_size=16)", peaked(), tokens(4, 24), calibrate="once")
-    with pytest.raises(ValueError, match=r"`train` \(='all'\) of distil must be one of scales, weights, norms"):
+    with pytest.raises(
+        ValueError, match=r"`train` \(='all'\) of distil must be one of scales, weights, adapters, norms"
+    ):
         METHODS["distil"](train="all")

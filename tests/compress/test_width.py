@@ -117,7 +117,10 @@ def test_drops_before_it(tiny, tokens):
     result = apply("layer_drop(target=mlp, layers='0'), width(ratio=0.5, multiple=1)", model, text)
     assert [drop.block for drop in result.drops if drop.kind == "units"] == [1]
     said = figures(result.layers, result.drops).said
-    assert f"Narrower: {result.drops[-1].left} of {result.drops[-1].of} units are left" in said and "MLPs of block 0" in said
+    assert (
+        f"Narrower: {result.drops[-1].left} of {result.drops[-1].of} units are left" in said
+        and "MLPs of block 0" in said
+    )
     assert "units in each block left" in str(result) and "1 of 2 dropped" in str(result)
 
 
@@ -127,6 +130,8 @@ def test_drops_before_it(tiny, tokens):
         ("llama", "ratio=0.001", "`ratio` (=0.001) of width would leave"),
         ("llama", "ratio=1.0", "`ratio` (=1) of width would leave 0 of"),
         ("llama", "target=heads, ratio=0.9", "groups of heads: some must go, and some must stay, at least 1"),
+        ("olmo2", "target=heads, ratio=0.5", "no config of Olmo2ForCausalLM describes the narrower model"),
+        ("gpt_oss", "target=heads, ratio=0.5", "no config of GptOssForCausalLM describes the narrower model"),
         ("mixtral", "ratio=0.5, multiple=1", "has a mixture of experts in place of an MLP"),
         ("llama", "target=units", "must be one of mlp, heads"),
     ],
@@ -135,6 +140,12 @@ def test_what_cannot_be_narrower(kind, knobs, told, tiny, tokens):
     with pytest.raises(ValueError) as caught:
         plan(f"width({knobs})", tiny(kind), tokens(4, 24))
     assert told in str(caught.value)
+
+
+def test_stored_weights_are_refused(tiny, tokens):
+    model = apply("rtn(bits=4, group_size=16)", tiny("llama"), tokens(4, 24)).model
+    with pytest.raises(ValueError, match="compressed"):
+        plan("width(multiple=1)", model, tokens(4, 24))
 
 
 def test_it_comes_before_what_stores(tiny, tokens):
