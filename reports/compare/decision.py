@@ -271,7 +271,7 @@ def _by_accuracy(found: Sequence[Variant], name: str) -> list[str]:
     others = [] if what is None else [v for v in found if what in v.effects and v is not mine and not v.baseline]
     if not others:
         return []
-    groups = {"Good: more accurate than": [], "Bad: less accurate than": [], "Not to be told by accuracy from": []}
+    groups = {"More accurate than": [], "Less accurate than": [], "Not to be told by accuracy from": []}
     for v in others:
         ways = better(mine.effects[what], v.effects[what]), better(v.effects[what], mine.effects[what])
         list(groups.values())[0 if ways[0] else 1 if ways[1] else 2].append(clean(v.name, 60))

@@ -115,7 +115,7 @@ def test_a_recipe_is_good_or_bad_against_its_neighbours(weights):
     assert standing(on, found, best.name)[0].startswith("Good for its size: none of the ")
     alone = read_record(next(PUBLISHED.glob("gptq-smollm2*.json")))
     said = Page.of(typed(alone)).context["verdict"][0]
-    assert said.startswith("Good: more accurate than rtn_search, rtn of this page (KL on wikitext2).")
+    assert said.startswith("More accurate than rtn_search, rtn of this page (KL on wikitext2).")
 
 
 def test_good_for_one_and_bad_for_the_other_is_one_sentence(weights):
