@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class BlockStore:
 
     def put(self, index: int, tensors: dict[str, torch.Tensor], about: Any) -> None:
         """Keep a block's tensors and JSON."""
-        tensors = tensors | {"_": torch.zeros(1)}  # a block may have nothing to store
+        tensors = _apart(tensors) | {"_": torch.zeros(1)}  # a block may have nothing to store
         with whole_file(self.path(index)) as temporary:
             save_file(tensors, temporary, metadata={"about": json.dumps(about)})
 
@@ -103,3 +103,15 @@ class BlockStore:
     def path(self, index: int) -> Path:
         """The file of a block."""
         return self.folder / f"block_{index:04d}.safetensors"
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, with copies of those that share memory with an earlier one, which safetensors refuses: a table, say,
+    that many weights have in common."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if place in seen and tensor.numel() else tensor
+        seen.add(place)
+    return apart

@@ -181,3 +181,11 @@ def test_linears_of_which_nothing_is_stored_stay(tiny, tokens):
     model = apply([METHODS["rtn"](group_size=16, skip="*.up_proj")], tiny("llama"), tokens()).model
     with pytest.raises(ValueError, match="compressed already"):
         apply(parse_recipe("rtn(group_size=16, skip='*.q_proj'), low_rank"), model, tokens())
+
+
+def test_a_table_that_weights_share_is_kept_in_a_work_folder(tiny, tokens, tmp_path):
+    recipe, text = "rtn(bits=1, grid=binary, group_size=16), salient_signs(share=0.2)", tokens(4, 17)
+    whole = apply(recipe, tiny("llama"), text).model
+    for _ in range(2):  # the second run takes all of it from the folder
+        again = apply(recipe, tiny("llama"), text, work_path=tmp_path).model
+        assert torch.equal(again(text[0]).logits, whole(text[0]).logits)
