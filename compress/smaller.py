@@ -75,24 +75,27 @@ def of_settings(model: nn.Module, settings: dict[str, Any]) -> nn.Module:
         settings: those of the config of its decoder that change.
 
     Raises:
-        Exception: of any kind, because configs and models of other authors check themselves in many ways.
+        ValueError: there is no model of these settings.
     """
     whole = copy.deepcopy(model.config)
-    for key, value in settings.items():
-        setattr(whole.get_text_config(), key, value)
-    with tempfile.TemporaryDirectory() as folder:
-        whole.save_pretrained(folder)
-        saved = type(whole).from_pretrained(folder)
-    with empty_weights():
-        return type(model)(saved)
+    try:
+        for key, value in settings.items():
+            setattr(whole.get_text_config(), key, value)
+        with tempfile.TemporaryDirectory() as folder:
+            whole.save_pretrained(folder)
+            saved = type(whole).from_pretrained(folder)
+        with empty_weights():
+            return type(model)(saved)
+    except Exception as error:  # configs and models of other authors check themselves in many ways
+        raise ValueError(f"no {type(model).__name__} can be built from its config: {first_line(error)}") from error
 
 
 def _problem(model: nn.Module, settings: dict[str, Any], gone: Set[int]) -> str:
     """The first difference between a model and one that is built from a changed config; "" if there is none."""
     try:
         built = of_settings(model, settings)
-    except Exception as error:
-        return first_line(error)
+    except ValueError as error:
+        return str(error)
     prefix, blocks = find_blocks(model)
     theirs = find_blocks(built)[1]
     left = [index for index in range(len(blocks)) if index not in gone]
@@ -120,8 +123,8 @@ def become(model: nn.Module, smaller: nn.Module, settings: dict[str, Any]) -> st
     """
     try:
         skeleton = of_settings(model, settings)
-    except Exception as error:
-        return first_line(error)
+    except ValueError as error:
+        return str(error)
     adopt(smaller, skeleton)
     if problem := difference(smaller, skeleton):
         return problem

@@ -25,7 +25,6 @@ from compress.walk.offload import is_offloaded
 from compress.walk.parallel.ranks import progress_bar
 from eval.record.compression import DropRecord
 from kernels.linear import fast_linear
-from kernels.support.errors import first_line
 
 PARTS = {"mlp": "mlp", "heads": "attention"}  # by target, the part of a block that gets narrower
 KINDS = {"mlp": "units", "heads": "heads"}  # in records
@@ -56,7 +55,7 @@ class Width(Method):
 
     name: ClassVar[str] = "width"
     stage: ClassVar[str] = "drop"
-    source: ClassVar[str] = "arXiv:2407.14679 (activation); arXiv:1906.10771, equation 8 (taylor)"
+    source: ClassVar[str] = "arXiv:2407.14679 (activation); arXiv:1906.10771 (taylor)"
     needs_calibration: ClassVar[bool] = True
 
     target: str = knob(
@@ -89,7 +88,7 @@ class Width(Method):
                 f"`metric` (='taylor') of {self.name}: most gradients are 0 in float16; load the model in float32 or "
                 "bfloat16, or take metric='activation'"
             )
-        self.outline(self._built(model, {}))
+        self.outline(of_settings(model, {}))
 
     @property
     def made_twice(self) -> float:
@@ -131,7 +130,7 @@ class Width(Method):
                 name=f"{prefix}.{index}.{', '.join(parts_of(block)[PARTS[self.target]])}",
                 kind=KINDS[self.target],
                 block=index,
-                importance=1 - (scores[index][chosen[index]].sum() / scores[index].sum()).item(),
+                importance=1 - (scores[index][chosen[index]].sum() / scores[index].sum().clamp_min(1e-30)).item(),
                 order=1,
                 parameters=before[index] - parameter_count(block),
                 left=keep,
@@ -204,20 +203,10 @@ class Width(Method):
             columns = its.columns[chosen[index]].flatten().sort().values
             _slice(blocks[index].get_submodule(its.consumer), None, columns)
         if problem := become(model, smaller, settings):
-            raise ValueError(f"{self._refused(model)}: {problem}")
-
-    def _built(self, model: nn.Module, settings: dict[str, int]) -> nn.Module:
-        """A model of these settings, without weights."""
-        try:
-            return of_settings(model, settings)
-        except Exception as error:  # of many kinds
-            raise ValueError(f"{self._refused(model)}: {first_line(error)}") from error
-
-    def _refused(self, model: nn.Module) -> str:
-        return (
-            f"`target` (={self.target!r}) of {self.name}: no config of {type(model).__name__} describes the narrower "
-            "model"
-        )
+            raise ValueError(
+                f"`target` (={self.target!r}) of {self.name}: no config of {type(model).__name__} describes the "
+                f"narrower model: {problem}"
+            )
 
 
 class _Unknown(Exception):
@@ -334,7 +323,7 @@ def _by_activations(
                     advance(block, calls, index, device)
                 finally:
                     handle.remove()
-                size = weight_of(consumer).float().square().sum(0)
+                size = weight_of(consumer).square().sum(0)
                 scores[index] = (total * size).cpu()[units[index].columns].sum(1)
     return scores
 

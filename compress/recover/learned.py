@@ -188,8 +188,7 @@ def training_dtype(model: nn.Module) -> torch.dtype:
 
 
 def product_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of matrix products in passes: bfloat16 where the device has instructions for it, else that of passes.
-    Sums of float32 products are 2.4 times as slow on a processor with AVX512-BF16."""
+    """The dtype of matrix products in passes: bfloat16 if the device has instructions for it, else that of passes."""
     kind = device_of(model).type
     if kind == "cpu":
         fast = platform.machine().lower() in ("x86_64", "amd64") and not emulates(torch.bfloat16)

@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM
 from compress import apply, load_compressed, save_compressed
 from compress.linear import parameter_count
 from compress.plan import plan
-from compress.pruning.expert_drop import _importance
+from compress.pruning.expert_drop import ExpertDrop, _closed, _importance
+from compress.smaller import of_settings
 from compress.walk.blocks import find_blocks
 
 ARCHITECTURES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "granitemoe"]
@@ -54,6 +55,24 @@ def test_what_is_left_computes_as_if_the_others_were_closed(architecture, tiny, 
     assert torch.allclose(logits(model, text[0]), closed, atol=1e-5)
     skeleton = type(model)(model.config)
     assert {n: p.shape for n, p in skeleton.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_token_reaches_closed_experts(architecture, dtype, tiny, tokens):
+    """Some routers multiply by a copy of their weight in float32, and choose by a bias as well."""
+    model, ids, method = tiny(architecture).to(dtype), tokens(1, 24)[0], ExpertDrop(ratio=0.25)
+    mixtures, reached = method._mixtures(model), {}
+    for index, (name, _) in mixtures.items():
+        experts = find_blocks(model)[1][index].get_submodule(name)
+        experts.register_forward_pre_hook(lambda _, args, index=index: reached.update({index: args[1]}))
+    kept = {index: torch.arange(1, 1 + method._left(model, count)) for index, (_, count) in mixtures.items()}
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    with _closed(model, of_settings(model, method._settings(model)), kept):
+        logits(model, ids)
+    assert reached.keys() == kept.keys()
+    assert all(set(own.flatten().tolist()) <= set(kept[index].tolist()) for index, own in reached.items())
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
 
 
 def test_importance_is_the_papers(tiny, tokens):

@@ -27,11 +27,13 @@ CASES = [
     ("llama", "awq(bits=3, group_size=16)", {}),
     ("opt", "sparsegpt(ratio=0.5), gptq(bits=4, group_size=16)", {}),
     ("llama", "layer_drop(count=1), wanda(ratio=0.5)", {}),
+    ("llama", "width(ratio=0.5, multiple=1), wanda(ratio=0.5)", {}),
+    ("mixtral", "expert_drop(ratio=0.25), gptq(bits=4, group_size=16)", {}),
     ("llama", "smoothquant(alpha=search), int8", {}),
     ("llama", "gptq(bits=3, group_size=16), low_rank(rank=4)", {}),
     ("mixtral", "awq(bits=3, group_size=16)", {"calibrate": "once"}),
     ("llama", "gptaq(bits=3, group_size=16), tune(steps=3)", {}),
-    ("llama", "rtn(bits=3, group_size=16), distil(steps=3, minutes=0)", {}),
+    ("llama", "rtn(bits=3, group_size=16), distil(steps=3, minutes=5)", {}),
 ]
 SETUP = f"""
 import os, sys, torch
