@@ -2,11 +2,12 @@
 
     python seeds/gpu_8b.py gptq --layers 2 --samples 128 --seqlen 2048      # seconds a layer, and peak memory
     python seeds/gpu_8b.py speed --recipe "rtn(bits=4, group_size=128)"     # what the pages' measurement gives there
+    python seeds/gpu_8b.py recover --shape llama-1b --updates 30            # tokens a second of training, and peak memory
     python seeds/gpu_8b.py replays --rounds 8 --limit 60 --core gpu.core    # where steps from a graph stop, if they do
 
-The model has the shape of Llama-3.1-8B and random weights, which say nothing of accuracy; shapes, bytes and work are
+The model has the shape of Llama-3.1-8B, or of another of `--shape`, and random weights, which say nothing of accuracy; shapes, bytes and work are
 those of a real model. Each measurement is one line of JSON, which is written to `--out` as well. `--shape toy --device
-cpu` tries the first two without a GPU. The time of GPTQ for the whole model is that of a layer, times the number of
+cpu` tries the first three without a GPU. The time of GPTQ for the whole model is that of a layer, times the number of
 layers.
 """
 
@@ -66,6 +67,21 @@ def gptq(options: argparse.Namespace) -> dict[str, Any]:
             "kernels": kernels}  # fmt: skip
 
 
+def recover(options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of training towards the original model. The first updates, in which torch learns the sizes of
+    its tensors, count as well."""
+    recipe = options.recipe or f"wanda(pattern='2:4'), distil(train=weights, steps={options.updates}, minutes=5)"
+    model = random_model(options.shape, options.device, None)
+    batches = _texts(model, options.samples, options.seqlen)
+    _start(options.device)
+    result = apply(recipe, model, batches)
+    peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
+    [recovery] = result.recoveries
+    last = recovery.curve[-1]
+    return {"tokens_a_second": last.tokens / last.seconds, "peak_bytes": peak, "usage": asdict(result.usage),
+            "recovery": asdict(recovery)}  # fmt: skip
+
+
 def speed(options: argparse.Namespace) -> dict[str, Any]:
     """The measurement of speed that every page shows, of the original and of the compressed model."""
     original = random_model(options.shape, options.device, None)
@@ -111,6 +127,9 @@ def replays(options: argparse.Namespace) -> dict[str, Any]:
             print(f"{stage}, round {number}: {replayed} replays so far", file=sys.stderr, flush=True)
         seconds[stage] = _stop(options.device) - began
     return {"replays": replayed, "seconds": seconds, "execution": variant.execution}
+
+
+MEASUREMENTS = {"gptq": gptq, "recover": recover, "speed": speed, "replays": replays}
 
 
 def _texts(model: PreTrainedModel, samples: int, seqlen: int) -> list[Tensor]:
@@ -173,12 +192,13 @@ def _tell(*command: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("measurement", choices=("gptq", "speed", "replays"))
+    parser.add_argument("measurement", choices=tuple(MEASUREMENTS))
     parser.add_argument("--shape", choices=tuple(SHAPES), default="llama-8b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--recipe", default="")
     parser.add_argument("--layers", type=int, default=2, help="gptq: layers beyond the first")
-    parser.add_argument("--samples", type=int, default=128, help="gptq: calibration texts")
+    parser.add_argument("--samples", type=int, default=128, help="gptq, recover: calibration texts")
+    parser.add_argument("--updates", type=int, default=30, help="recover: updates of the training")
     parser.add_argument("--seqlen", type=int, default=2048, help="tokens of a calibration text; speed: of the prompt")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64, help="speed: new tokens")
@@ -194,7 +214,7 @@ def main() -> int:
     if options.limit:
         _end_after(options.limit, core)
     line = {"measurement": options.measurement, "arguments": sys.argv[1:]}
-    line |= {"gptq": gptq, "speed": speed, "replays": replays}[options.measurement](options)
+    line |= MEASUREMENTS[options.measurement](options)
     line["environment"] = environment(torch.device(options.device))
     text = json.dumps(line)
     print(text, flush=True)

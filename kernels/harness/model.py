@@ -55,6 +55,14 @@ SHAPES: dict[str, tuple[type[PreTrainedModel], Any]] = {
             num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0,
         ),
     ),
+    "llama-1b": (  # Llama-3.2-1B
+        LlamaForCausalLM,
+        lambda: LlamaConfig(
+            num_hidden_layers=16, hidden_size=2048, intermediate_size=8192, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=64, vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0,
+            tie_word_embeddings=True,
+        ),
+    ),
     "qwen3-8b": (
         Qwen3ForCausalLM,
         lambda: Qwen3Config(

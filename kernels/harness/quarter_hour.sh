@@ -1,16 +1,18 @@
 #!/bin/sh
 # Fifteen minutes on a GPU, in two commands:
 #
-#   kernels/harness/quarter_hour.sh first     nine and a half minutes: checks, whole models, the contests that matter most
+#   kernels/harness/quarter_hour.sh first     nine and a half minutes: checks, methods and replays side by side, then what
+#                                             is timed: the contests that matter most, whole models, training
 #   kernels/harness/quarter_hour.sh second    three minutes: compute-sanitizer on the ops that are red, or, if none is,
 #                                             a search for launch configurations of three hot shapes
 #
 # Further flags go to every program: `first --device cpu --toy` under TRITON_INTERPRET=1 tries the same without a GPU.
-# C++ kernels are not built there (WORKBENCH_NATIVE=0). Nothing needs a network. Every part has a limit, and its results are collected every few seconds into at most eight
-# files of $OUT (runs/quarter_hour/out), also when the time is up.
+# C++ kernels are not built there (WORKBENCH_NATIVE=0). Nothing needs a network. Every part has a limit, and its results
+# are collected every few seconds into at most eight files of $OUT (runs/quarter_hour/out), also when the time is up.
 #
 #   OPS         ops to time, by value           CHECKED     ops to check (all of them)
-#   CHECKS_S, METHODS_S, MODEL_S, GPTQ_S, REPLAYS_S, SPEED_S, CONTESTS_S, SECOND_S     seconds of the parts; 0 leaves one out
+#   CHECKS_S, METHODS_S, REPLAYS_S, CONTESTS_S, SPEED_S, MODEL_S, RECOVER_S, GPTQ_S, SECOND_S     seconds of the parts; 0
+#               leaves one out
 #   MODEL_FLAGS, ONLY     further flags of kernels.harness.model, and the contests to time, as `validate --only` takes them
 #   RED         second: ops for compute-sanitizer; by default those that were red in the first command
 #   WORKBENCH_COMMIT    the commit, where the checkout was copied without its history
@@ -32,6 +34,7 @@ second) ;;
 esac
 mkdir -p "$WORK/parts"
 LOG=$WORK/parts/$WHICH.log
+FAILED=$WORK/parts/$WHICH.failed
 # The cache of compiled kernels that an earlier machine sent back, if it was carried here.
 [ -f triton-cache.tar.gz ] && mkdir -p "$CACHE" && tar -xzf triton-cache.tar.gz -C "$CACHE" 2>>"$LOG"
 
@@ -67,17 +70,16 @@ trap 'finish $?' EXIT
 (while sleep 5; do collect; done) >/dev/null 2>&1 &
 COLLECTOR=$!
 BEGAN=$(date +%s)
-STATUS=0
 
 part() {  # part NAME SECONDS COMMAND...: under its limit, with its own log; what goes wrong stops nothing
-    name=$1 seconds=$2
+    name=$1 seconds=$2 log=$WORK/parts/$WHICH-$1.log
     shift 2
     [ "$seconds" -gt 0 ] || return 0
-    echo "== $name, at $(($(date +%s) - BEGAN)) s of the $WHICH command: at most $seconds s" >>"$LOG"
-    timeout -k 5 "$seconds" "$@" >>"$LOG" 2>&1
+    echo "== $name, at $(($(date +%s) - BEGAN)) s of the $WHICH command: at most $seconds s" >"$log"
+    timeout -k 5 "$seconds" "$@" >>"$log" 2>&1
     code=$?
-    echo "== $name ended with $code at $(($(date +%s) - BEGAN)) s" | tee -a "$LOG"
-    [ $code = 0 ] || STATUS=1
+    echo "== $name ended with $code at $(($(date +%s) - BEGAN)) s" | tee -a "$log"
+    [ $code = 0 ] || touch "$FAILED"
     return 0
 }
 
@@ -92,32 +94,37 @@ PREFIX=
 methods() {  # methods SECONDS: every method and policy on a small model on this GPU, in six processes; results as lines
     [ "$1" -gt 0 ] && command -v nvidia-smi >/dev/null || return 0
     for i in 1 2 3 4 5 6; do
-        WORKBENCH_NATIVE=0 TQDM_DISABLE=1 timeout -k 5 "$1" "$PYTHON" -m tests.compress.test_on_a_gpu --real --part $i/6 \
+        WORKBENCH_NATIVE=0 TQDM_DISABLE=1 OMP_NUM_THREADS=2 timeout -k 5 "$1" "$PYTHON" -m tests.compress.test_on_a_gpu --real --part $i/6 \
             >"$WORK/parts/methods-$i.log" 2>>"$LOG" &
         pids="${pids:-} $!"
     done
     wait $pids
 }
 
+large() {  # large NAME SECONDS FLAGS...: a measurement of seeds/gpu_8b.py
+    name=$1 seconds=$2
+    shift 2
+    part "$name" "$seconds" "$PYTHON" seeds/gpu_8b.py "$@" --out "$WORK/parts/large.jsonl"
+}
+
 first() {
     if command -v nvidia-smi >/dev/null; then part clocks 10 nvidia-smi -q -d CLOCK,POWER,PERFORMANCE; fi
-    checks checks "${CHECKS_S:-95}" --checks-only ${CHECKED:+--ops "$CHECKED"} "$@"
-    methods "${METHODS_S:-60}"
-    if [ -f kernels/harness/model.py ]; then
-        part model "${MODEL_S:-205}" "$PYTHON" -m kernels.harness.model --out "$WORK/parts/model.jsonl" \
-            --budget $((${MODEL_S:-205} > 20 ? ${MODEL_S:-205} - 15 : 5)) ${MODEL_FLAGS:-} "$@"
-    fi
-    part gptq "${GPTQ_S:-0}" "$PYTHON" seeds/gpu_8b.py gptq --out "$WORK/parts/large.jsonl"
-    part replays "${REPLAYS_S:-0}" "$PYTHON" seeds/gpu_8b.py replays --rounds 8 --core "$WORK/parts/core" \
-        --limit $((${REPLAYS_S:-0} > 50 ? ${REPLAYS_S:-0} - 30 : 20)) --out "$WORK/parts/large.jsonl"
-    part speed "${SPEED_S:-0}" "$PYTHON" seeds/gpu_8b.py speed --out "$WORK/parts/large.jsonl" \
-        --limit $((${SPEED_S:-0} > 20 ? ${SPEED_S:-0} - 10 : 10))
-    checks contests "${CONTESTS_S:-195}" --no-checks \
+    (checks checks "${CHECKS_S:-110}" --checks-only ${CHECKED:+--ops "$CHECKED"} "$@") & right=$!
+    (methods "${METHODS_S:-110}") & right="$right $!"
+    (large replays "${REPLAYS_S:-0}" replays --rounds 8 --core "$WORK/parts/core" \
+        --limit $((${REPLAYS_S:-0} > 50 ? ${REPLAYS_S:-0} - 30 : 20))) & right="$right $!"
+    wait $right
+    checks contests "${CONTESTS_S:-150}" --no-checks \
         --ops "${OPS:-int_matmul,kv_decode,w8a8_matmul,w4a8_matmul,lut_matmul}" ${ONLY:+--only "$ONLY"} "$@"
+    large speed "${SPEED_S:-0}" speed --limit $((${SPEED_S:-0} > 20 ? ${SPEED_S:-0} - 10 : 10))
+    part model "${MODEL_S:-205}" "$PYTHON" -m kernels.harness.model --out "$WORK/parts/model.jsonl" \
+        --budget $((${MODEL_S:-205} > 20 ? ${MODEL_S:-205} - 15 : 5)) ${MODEL_FLAGS:-} "$@"
+    large recover "${RECOVER_S:-0}" recover --shape llama-1b
+    large gptq "${GPTQ_S:-0}" gptq
 }
 
 second() {
-    RED=${RED-$(sed -n 's/^RED  \([a-z0-9_]*\):.*/\1/p' "$WORK"/parts/first.log 2>/dev/null | sort -u | paste -sd, -)}
+    RED=${RED-$(sed -n 's/^RED  \([a-z0-9_]*\):.*/\1/p' "$WORK"/parts/first-*.log 2>/dev/null | sort -u | paste -sd, -)}
     if [ -n "$RED" ]; then
         sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
         for tool in memcheck racecheck; do
@@ -129,5 +136,6 @@ second() {
     fi
 }
 
+rm -f "$FAILED"
 "$WHICH" "$@"
-exit $STATUS
+[ ! -e "$FAILED" ]
