@@ -2,13 +2,13 @@
 
     python seeds/gpu_8b.py gptq --layers 2 --samples 128 --seqlen 2048      # seconds a layer, and peak memory
     python seeds/gpu_8b.py speed --recipe "rtn(bits=4, group_size=128)"     # what the pages' measurement gives there
-    python seeds/gpu_8b.py recover --shape llama-1b --updates 30            # tokens a second of training, and peak memory
+    python seeds/gpu_8b.py recover --shape llama-1b --updates 30            # training: tokens a second, peak memory
     python seeds/gpu_8b.py replays --rounds 8 --limit 60 --core gpu.core    # where steps from a graph stop, if they do
 
-The model has the shape of Llama-3.1-8B, or of another of `--shape`, and random weights, which say nothing of accuracy; shapes, bytes and work are
-those of a real model. Each measurement is one line of JSON, which is written to `--out` as well. `--shape toy --device
-cpu` tries the first three without a GPU. The time of GPTQ for the whole model is that of a layer, times the number of
-layers.
+The model has the shape of Llama-3.1-8B, or another `--shape`, and random weights, which say nothing of accuracy; shapes,
+bytes and work are those of a real model. Each measurement is one line of JSON, which is written to `--out` as well.
+`--shape toy --device cpu` tries the first three without a GPU. The time of GPTQ for the whole model is that of a layer,
+times the number of layers.
 """
 
 import argparse
