@@ -56,6 +56,8 @@ from compress.recover.distil import Distil
 from compress.result import Result
 from compress.rotations.flatquant import FlatQuant
 from compress.rotations.rotate import Rotate
+from compress.search.fit import fit
+from compress.search.wishes import Wishes
 from compress.tuning.tune import Tune
 from compress.weights.any_precision import AnyPrecision
 from compress.weights.awq import AWQ
@@ -91,6 +93,6 @@ METHODS |= {
 }  # fmt: skip
 
 __all__ = [
-    "METHODS", "Method", "Result", "accelerate", "apply", "calibration", "held_out", "load_compressed",
+    "METHODS", "Method", "Result", "Wishes", "accelerate", "apply", "calibration", "fit", "held_out", "load_compressed",
     "load_model", "resize", "save_compressed",
 ]  # fmt: skip

@@ -32,7 +32,6 @@ from compress.walk.offload import offloaded_parts, original_linears
 from compress.walk.once.calibrated import SharedStatistics, shared_statistics
 from compress.walk.parallel.ranks import current, joined
 from compress.walk.parallel.spawn import device_of_process, spawned
-from compress.walk.resume import BlockStore
 from compress.walk.shards import WorkFolder
 from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord, RecoveryRecord
 from kernels.clock import clock
@@ -127,7 +126,7 @@ def _run(plan: Plan, device: torch.device, shared: SharedStatistics | None) -> R
         warn_if_busy()
     start = clock(device)
     if walks(recipe):
-        _split_experts(model)
+        split_all_experts(model)
     folder = _work_folder(plan) if plan.usage.activations == "disk" else None
     with evaluating(model), measured(plan.usage, model), activations_on_disk(folder), recording() as kernels:
         made = _apply_methods(plan, device, shared)
@@ -162,7 +161,7 @@ def _apply_methods(plan: Plan, device: torch.device, shared: SharedStatistics | 
     made: list[Told] = []
     originals = saved = None
     drops = [method.stage for method in recipe].count("drop")  # they come first
-    prepared = {i: method.prepare(model, batches, Context(device, _store(plan, i))) for i, method in enumerate(recipe)}
+    prepared = {i: method.prepare(model, batches, Context(device, plan.store(i))) for i, method in enumerate(recipe)}
     with ExitStack() as undo:
         undo.enter_context(undone_if_refused(model))
         for i, method in enumerate(recipe):
@@ -177,21 +176,12 @@ def _apply_methods(plan: Plan, device: torch.device, shared: SharedStatistics | 
             stores = method.stage not in ("drop", "transform") and not method.moves_inputs
             held = originals is None and stores and any(m.reads_originals for m in recipe[i + 1 :])
             untouched = original_linears(model) if held else None
-            context = Context(device, _store(plan, i), originals or {}, saved, prepared[i])
+            context = Context(device, plan.store(i), originals or {}, saved, prepared[i])
             with naming(method.name):
                 made += method.apply(model, batches, context)
             stored = any(isinstance(one, LayerRecord) for one in made)
             originals = untouched if untouched is not None and stored else originals
     return made
-
-
-def _store(plan: Plan, index: int) -> BlockStore | None:
-    """Where the blocks that method `index` of a plan has finished are kept; None without a work folder."""
-    if not plan.work_path:
-        return None
-    steps = [(method.name, method.values()) for method in plan.recipe[: index + 1]]
-    about = [plan.identity, plan.calibration, code_sha256(), *(["once"] if plan.calibrate == "once" else [])]
-    return BlockStore.of(Path(plan.work_path), steps, about)
 
 
 def apply_each(
@@ -232,7 +222,7 @@ def _run_each(plans: Mapping[str, Plan]) -> dict[str, Result]:
     return results
 
 
-def _split_experts(model: nn.Module) -> None:
+def split_all_experts(model: nn.Module) -> None:
     """Split the experts of every block into linears, which changes no output."""
     for block in find_blocks(model)[1]:
         if any(map(is_fused_experts, block.modules())):

@@ -26,12 +26,13 @@ from compress.walk.blocks import find_blocks
 from compress.walk.capture import check_runs, device_of
 from compress.walk.finite import NotFinite
 from compress.walk.folds.folding import FoldingMethod
-from compress.walk.identity import model_identity, tokens_identity, tokens_sha256, weights_sha256
+from compress.walk.identity import code_sha256, model_identity, tokens_identity, tokens_sha256, weights_sha256
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.offload import is_offloaded
 from compress.walk.once.calibrated import check_calibrate
 from compress.walk.parallel.ranks import current, joined
 from compress.walk.parallel.spawn import check_devices, device_of_process, process_count
+from compress.walk.resume import BlockStore
 from eval.record.compression import Usage
 from kernels.support.modes import counting_writes, evaluating
 
@@ -66,6 +67,14 @@ class Plan:
     calibration: dict[str, Any] | None
     seconds: float
     made_of: dict[str, object]
+
+    def store(self, index: int) -> BlockStore | None:
+        """Where the blocks that method `index` has finished are kept; None without a work folder."""
+        if not self.work_path:
+            return None
+        steps = [(method.name, method.values()) for method in self.recipe[: index + 1]]
+        about = [self.identity, self.calibration, code_sha256(), *(["once"] if self.calibrate == "once" else [])]
+        return BlockStore.of(Path(self.work_path), steps, about)
 
 
 def check_unchanged(plan: Plan) -> None:

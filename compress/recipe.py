@@ -116,14 +116,25 @@ def recipes_of_run(recipe: str, compare: str = "") -> dict[str, list[Method]]:
     Raises:
         ValueError: as in `parse_recipe` and `parse_recipes`; methods do not compose; or a name is taken.
     """
-    methods, others = parse_recipe(recipe), parse_recipes(compare)
+    methods, others = parse_recipe(recipe), others_of_run(compare)
+    plain = [method for method, settled in zip(methods, settle(methods), strict=True) if settled.stage != "transform"]
+    without = {"unsmoothed": plain} if 0 < len(plain) < len(methods) else {}
+    recipes = {"compressed": methods, **without, **others}
+    settle(methods)
+    return recipes
+
+
+def others_of_run(compare: str) -> dict[str, list[Method]]:
+    """Further recipes of a run, by the names that their models have in the scores; {} for an empty text.
+
+    Raises:
+        ValueError: as in `parse_recipes`; methods do not compose; or a name is taken.
+    """
+    others = parse_recipes(compare)
     for name in TAKEN & set(others):
         raise ValueError(
             f"`compare` (={compare!r}): {name!r} is what another model of the run is called; name it differently"
         )
-    plain = [method for method, settled in zip(methods, settle(methods), strict=True) if settled.stage != "transform"]
-    without = {"unsmoothed": plain} if 0 < len(plain) < len(methods) else {}
-    recipes = {"compressed": methods, **without, **others}
-    for one in recipes.values():
+    for one in others.values():
         settle(one)
-    return recipes
+    return others

@@ -6,9 +6,9 @@
     python seeds/gpu_8b.py replays --rounds 8 --limit 60 --core gpu.core    # where steps from a graph stop, if they do
 
 The model has the shape of Llama-3.1-8B, or another `--shape`, and random weights, which say nothing of accuracy;
-shapes, bytes and work are those of a real model. Each measurement is one line of JSON, which is written to `--out` as well.
-`--shape toy --device cpu` tries the first three without a GPU. The time of GPTQ for the whole model is that of a layer,
-times the number of layers.
+shapes, bytes and work are those of a real model. Each measurement is one line of JSON, which is written to `--out` as
+well. `--shape toy --device cpu` tries the first three without a GPU. The time of GPTQ for the whole model is that of a
+layer, times the number of layers.
 """
 
 import argparse

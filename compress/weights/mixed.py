@@ -2,9 +2,12 @@
 smallest within a loss."""
 
 import dataclasses
-from collections.abc import Sequence
+import re
+import string
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -80,6 +83,11 @@ class Mixed(LayerwiseMethod):
     together: bool = knob(
         True, "linears that read the same input (q, k and v; gate and up) get the same choice, as fused kernels want"
     )
+    chosen: str = knob(
+        "",
+        "the choice of every linear, as `workbench fit` writes it, so that nothing is measured: a letter for the "
+        "number of the choice (a is the first) and how many linears in a row have it, such as a7b2a",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,6 +107,11 @@ class Mixed(LayerwiseMethod):
             raise ValueError(
                 f"`max_loss` (={self.max_loss:g}) and `budget_mb` (={self.budget_mb:g}) of {self.name} are two ways to "
                 "say how small the model becomes: give one"
+            )
+        if self.chosen and not re.fullmatch(r"([a-zA-Z]\d*)+", self.chosen):
+            raise ValueError(
+                f"`chosen` (={self.chosen!r}) of {self.name} must be letters of choices, each with the number of "
+                "linears in a row that have it, such as a7b2a"
             )
         if where != "blocks" and self.loss not in MEASURED:
             raise ValueError(
@@ -121,6 +134,11 @@ class Mixed(LayerwiseMethod):
                     f"`choices` (={self.choices!r}) of {self.name}: each must be one method that stores a weight by "
                     f"itself, and {', '.join(map(str, methods))} is not; semicolons separate choices"
                 )
+        if len(made) > len(string.ascii_letters):
+            raise ValueError(
+                f"`choices` (={self.choices!r}) of {self.name} must be at most {len(string.ascii_letters)} methods, "
+                f"not {len(made)}"
+            )
         return {str(method): method for (method,) in made}
 
     @property
@@ -133,7 +151,7 @@ class Mixed(LayerwiseMethod):
         return max(one[0] for one in sets), max(one[1] for one in sets)
 
     def own_passes(self) -> str:
-        return "the losses by which the budget is shared out"
+        return "" if self.chosen else "the losses by which the budget is shared out"
 
     def within(self, before: Sequence[Method], after: Sequence[Method]) -> "Mixed":
         for other in before:
@@ -161,11 +179,14 @@ class Mixed(LayerwiseMethod):
         super().check(model)
         for method in self._of("embedding").values():
             check_ends(model, method)
+        if self.chosen:
+            self._chosen(model)
+            return
         sizes = self._predicted(model)
         shapes = targets(model, self.skip, self.where)
         if missing := next((name for name in shapes if not sizes.get(name)), ""):
             raise ValueError(f"`choices` (={self.choices!r}) of {self.name}: none can store {missing}")
-        self._check_budget(bytes_beside(model, shapes) + sum(min(own.values()) for own in sizes.values()))
+        self._check_budget(self.smallest_size(model))
 
     def check_layer(self, name: str, shape: tuple[int, int]) -> None:
         if not self._taking(name, shape):
@@ -182,8 +203,12 @@ class Mixed(LayerwiseMethod):
     def apply(
         self, model: nn.Module, batches: Sequence[Tensor], context: Context
     ) -> list[LayerRecord | AllocationRecord]:
+        if self.chosen:
+            choices = self._chosen(model)
+            records = LayerwiseMethod.apply(self, model, batches, context.with_measured(choice=choices))
+            return [dataclasses.replace(one, choice=str(choices[one.name])) for one in records]
         start = clock(context.device)
-        layers = self._candidates(model, batches, context)
+        layers = self.candidates(model, batches, context)
         program = BudgetProgram({name: list(layer.choices.values()) for name, layer in layers.items()})
         beside = bytes_beside(model, targets(model, self.skip, self.where))
         self._check_budget(program.smallest + beside)
@@ -210,7 +235,44 @@ class Mixed(LayerwiseMethod):
         ]
         return [*told, allocation]
 
-    def _candidates(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> dict[str, Candidates]:
+    def _chosen(self, model: nn.Module) -> dict[str, LayerwiseMethod]:
+        """The method of every linear, as `chosen` says.
+
+        Raises:
+            ValueError: `chosen` is for another number of linears or of choices, or a choice cannot store its linear.
+        """
+        shapes, methods = targets(model, self.skip, self.where), list(self.methods.values())
+        numbers = [
+            string.ascii_letters.index(letter)
+            for letter, count in re.findall(r"([a-zA-Z])(\d*)", self.chosen)
+            for _ in range(int(count or 1))
+        ]
+        if len(numbers) != len(shapes) or max(numbers) >= len(methods):
+            raise ValueError(
+                f"`chosen` (={self.chosen!r}) of {self.name} is for {len(numbers)} linears and at least "
+                f"{max(numbers) + 1} choices; this model has {len(shapes)} linears, and `choices` names {len(methods)}"
+            )
+        found = {name: methods[number] for name, number in zip(shapes, numbers, strict=True)}
+        ends = {} if self.where == "blocks" else end_targets(model, self.skip)
+        for name, method in found.items():
+            place = "embedding" if name in ends else "blocks"
+            if place not in method.places:
+                raise ValueError(
+                    f"`chosen` (={self.chosen!r}) of {self.name} gives {name} the choice {method}, whose `where` "
+                    f"(={method.where!r}) is not {place!r}"
+                )
+            method.check_layer(name, shapes[name])
+        return found
+
+    def choosing(self, model: nn.Module, texts: Mapping[str, str]) -> "Mixed":
+        """The same, with the choice of every linear given: texts {linear: one of `methods`}."""
+        order = list(self.methods)
+        letters = [string.ascii_letters[order.index(texts[n])] for n in targets(model, self.skip, self.where)]
+        runs = [(letter, len(list(run))) for letter, run in groupby(letters)]
+        chosen = "".join(letter if count == 1 else f"{letter}{count}" for letter, count in runs)
+        return dataclasses.replace(self, chosen=chosen)
+
+    def candidates(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> dict[str, Candidates]:
         """The layers with their choices, bytes and losses."""
         device, store = context.device, context.store
         probes = windows(batches, self.tokens * (FISHER_TOKENS if self.loss == "fisher" else 1))
@@ -268,6 +330,11 @@ class Mixed(LayerwiseMethod):
             }
             for name, shape in targets(model, self.skip, self.where).items()
         }
+
+    def smallest_size(self, model: nn.Module) -> int:
+        """Bytes of the whole model, as it is stored, with the smallest choice for every linear."""
+        shapes = targets(model, self.skip, self.where)
+        return bytes_beside(model, shapes) + sum(min(own.values()) for own in self._predicted(model).values())
 
     def _smallest(self, program: BudgetProgram) -> dict[str, int]:
         """The choices of the smallest model within `max_loss`."""

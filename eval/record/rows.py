@@ -21,6 +21,7 @@ from eval.record.compression import (
 )
 from eval.record.measured import Bench, CacheMeasurements, Generation, Sample, Tasks
 from eval.record.reading import row
+from eval.record.search import SearchRecord
 from eval.record.speed import Cost, Measure, Speed, SpeedGrid
 
 PHASES = {  # of a timing, by metric
@@ -153,6 +154,7 @@ class RunRecord:
     drops: tuple[DropRecord, ...]
     recoveries: dict[str, tuple[RecoveryRecord, ...]]
     allocation: AllocationRecord | None
+    search: SearchRecord | None
     strengths: Strengths
     cache: CacheMeasurements | None
     kept: tuple[Kept, ...]

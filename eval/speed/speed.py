@@ -14,6 +14,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
 import torch
@@ -172,6 +173,21 @@ def measure_speed(
         settings = TimingSettings(**counts | {"new_tokens": variant.decodes(new_tokens)}, groups=groups)
         speeds[name] = _speed(variant, settings, bandwidth, *noise)
     return speeds
+
+
+def rates_in_turns(
+    models: Mapping[str, nn.Module], *, prompt_tokens: int = 256, new_tokens: int = 24, rounds: int = 3
+) -> dict[str, tuple[float, float]]:
+    """Tokens per second of decoding and of reading a prompt of several models in 16 bits, timed in turns without the
+    compiler, the first one in its strongest form."""
+    how = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "rounds": rounds}
+    speeds = measure_speed(contestants(models, compiled=False), **how)
+    return {name: (one.decode_tokens_per_s, one.prefill_tokens_per_s) for name, one in speeds.items()}
+
+
+def timer(rounds: int) -> Callable[[Mapping[str, nn.Module]], dict[str, tuple[float, float]]] | None:
+    """`rates_in_turns` with this number of rounds, for `compress.fit`; None if it is 0."""
+    return partial(rates_in_turns, rounds=rounds) if rounds else None
 
 
 def in_groups(

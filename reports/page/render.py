@@ -12,7 +12,19 @@ from reports.compare.decision import decisions, standing
 from reports.compare.outcome import RunOutcome
 from reports.compare.pareto import plane_models
 from reports.compare.variants import variants
-from reports.page import allocation, answers, evaluation, folds, inputs, kernels, kv, pruning, recovery, resources
+from reports.page import (
+    allocation,
+    answers,
+    evaluation,
+    folds,
+    inputs,
+    kernels,
+    kv,
+    pruning,
+    recovery,
+    resources,
+    search,
+)
 from reports.page.verdict import timing_note, verdict
 from reports.parts import bars, plots, table
 from reports.parts.downloads import numbers, with_downloads
@@ -109,6 +121,7 @@ def _context(run: RunRecord) -> dict[str, Any]:
         "pruned": pruning.context(run),
         "allocated": allocation.context(run),
         "recovered": recovery.context(run),
+        "searched": search.context(run),
         "errors": plots.layer_errors(run.layers, recipe),
         "speed": bars.speed_bars(run.speed),
         "timing_note": next((timing_note(one.spread, one.load) for one in run.speed.values()), ""),

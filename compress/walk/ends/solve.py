@@ -31,6 +31,7 @@ class EndSolver(Solver, Protocol):
     where: str
 
     def stores(self, shape: tuple[int, int]) -> list[dict[str, Any]] | None: ...
+    def variants(self) -> Sequence["EndSolver"]: ...
 
 
 def check_ends(model: nn.Module, method: EndSolver) -> None:
@@ -139,7 +140,8 @@ def solve_end(
     """
     statistics.name, statistics.dtype = name, _dtype_of(module)
     out, columns = shape = shape_of(module)
-    in_portions = all(FORMATS[part["format"]].stacks(part) for part in method.stores(shape))
+    specifications = [part for one in method.variants() for part in one.stores(shape) or []]
+    in_portions = all(FORMATS[part["format"]].stacks(part) for part in specifications)
     step = min(ROWS, out) if in_portions else out
     pieces: list[list[Format]] = []
     error = peer_error = reference = seconds = 0.0

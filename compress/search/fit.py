@@ -1,0 +1,239 @@
+"""fit: a model and limits of bytes, speed and divergence -> the best choice for every layer, made and measured."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from compress.allocation.predictions import divergence
+from compress.apply import apply
+from compress.linear import sharing_copy
+from compress.result import Result
+from compress.search.choices import search_method
+from compress.search.library import Library, Timer, Times, measure_library, measure_times
+from compress.search.program import Costs, LayersProgram
+from compress.search.wishes import Wishes
+from compress.walk.capture import device_of
+from compress.weights.mixed import Mixed
+from eval.record.search import SearchPoint, SearchRecord, SearchRound
+from kernels.support.modes import evaluating
+
+VERIFIED = 4  # windows on which the divergence of a whole model is measured
+ROUNDS = 3
+POINTS = 12  # of the front
+CLOSE = 0.02  # share by which the measured divergence may exceed its limit without another round
+
+
+@dataclass(repr=False)
+class Fit:
+    """The model that was found.
+
+    Attributes:
+        result: of `apply`; its model is the compressed one.
+        record: what was asked, predicted and measured, for the record and the page.
+    """
+
+    result: Result
+    record: SearchRecord
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The compressed model."""
+        return self.result.model
+
+    def found(self) -> SearchRecord:
+        """For the run record."""
+        return self.record
+
+    def __repr__(self) -> str:
+        return "\n".join(self.record.sentences())
+
+    def _repr_html_(self) -> str:
+        return "".join(f"<p>{sentence}</p>" for sentence in self.record.sentences())
+
+
+def fit(
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    wishes: Wishes,
+    *,
+    method: Mixed | None = None,
+    timer: Timer | None = None,
+    device: str | None = None,
+    work_path: str | Path | None = None,
+) -> Fit:
+    """Find the best choice of every layer within the wishes, compress a copy of the model, and measure it.
+
+    The losses of all choices are measured layer by layer and are assumed to add up; the divergence of the chosen whole
+    model is then measured on other text, and if it is beyond its limit the search is repeated with losses that are
+    scaled by what was found, at most three times in all. Times are those of models in which all linears have one
+    choice; a layer's time is its share of the weights.
+
+    Args:
+        model: a decoder of transformers; it is not changed.
+        batches: calibration tokens, as for `apply`.
+        method: the choices, of `search_method`; None: a standard set.
+        timer: times models that decode, in turns (`eval.speed.speed.timer`); needed for limits of speed.
+        device, work_path: as for `apply`; the folder also keeps the measured losses.
+
+    Raises:
+        ValueError: before any work, if the model or a choice cannot be handled; after the measurements, if no choices
+            keep all limits: the message says for each limit how near one can come.
+    """
+    if wishes.timed and timer is None:
+        raise ValueError("`timer` must be given for limits of speed (`min_decode`, `min_prefill`)")
+    method = method or search_method()
+    how: dict[str, Any] = {"device": device, "work_path": work_path}
+    library = measure_library(model, batches, method, most=wishes.max_bytes, **how)
+    times = measure_times(library, model, timer) if timer is not None else None
+    return _Search(model, batches, wishes, library, times, how).run()
+
+
+class _Search:
+    """Rounds of solving the program and measuring what was chosen."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batches: Sequence[Tensor],
+        wishes: Wishes,
+        library: Library,
+        times: Times | None,
+        how: Mapping[str, Any],
+    ) -> None:
+        self.model, self.batches, self.wishes, self.library, self.times, self.how = (
+            model, batches, wishes, library, times, how,
+        )  # fmt: skip
+        self.program = LayersProgram(library.costs(times))
+        self.factor = 1.0  # measured divergence of a whole model / sum of its layers' losses
+        further = getattr(batches, "further", lambda count: [])(VERIFIED)
+        self.windows = further or list(batches[-VERIFIED:])
+
+    def run(self) -> Fit:
+        rounds: list[SearchRound] = []
+        made: list[tuple[Result, dict[str, str]]] = []
+        expected = self._logits(self.model)
+        for number in tqdm(range(ROUNDS), desc="fit", unit="round"):
+            chosen = self.program.best(self.wishes.minimises, self._limits())
+            if chosen is None:
+                if made:
+                    break  # the corrected limit cannot be kept: the last model is as near as one can come
+                raise ValueError(self._impossible())
+            if made and chosen == made[-1][1]:
+                break
+            result = apply(
+                [self.library.recipe(chosen, self.model)], sharing_copy(self.model), self.batches, **self.how
+            )
+            kl = divergence(expected, self._logits(result.model))
+            rounds.append(SearchRound(self._point(chosen), self.factor, kl))
+            made.append((result, chosen))
+            self.factor = kl / max(self.program.of(chosen).loss, 1e-12)
+            if self.wishes.max_kl is None or kl <= self.wishes.max_kl * (1 + CLOSE) and self._tight(kl, number):
+                break
+        return Fit(*self._best(rounds, made))
+
+    def _tight(self, kl: float, number: int) -> bool:
+        """Whether a model within the limit of the divergence is kept: nothing else is optimised, or the limit is nearly
+        used up, or it was corrected already."""
+        return self.wishes.minimises == "loss" or kl > 0.9 * (self.wishes.max_kl or 0) or number > 0
+
+    def _best(
+        self, rounds: list[SearchRound], made: list[tuple[Result, dict[str, str]]]
+    ) -> tuple[Result, SearchRecord]:
+        limit = self.wishes.max_kl
+        within = [i for i, one in enumerate(rounds) if limit is None or one.divergence <= limit * (1 + CLOSE)]
+        aim = {"loss": lambda i: rounds[i].divergence, "bytes": lambda i: rounds[i].point.bytes,
+               "decode": lambda i: -(rounds[i].point.decode or 0)}[self.wishes.minimises]  # fmt: skip
+        index = min(within, key=aim) if within else min(range(len(rounds)), key=lambda i: rounds[i].divergence)
+        result, chosen = made[index]
+        record = SearchRecord(
+            max_bytes=self.wishes.max_bytes,
+            min_decode=self._rate(self.wishes.min_decode, 0),
+            min_prefill=self._rate(self.wishes.min_prefill, 1),
+            max_kl=limit,
+            minimised=self.wishes.minimises,
+            rounds=tuple(rounds),
+            kept=index,
+            front=tuple(self._front()),
+            choices=tuple(self.library.texts),
+            decode_ratio={} if self.times is None else {text: 1 / t for text, t in self.times.decode.items()},
+            prefill_ratio={} if self.times is None else {text: 1 / t for text, t in self.times.prefill.items()},
+            original=None if self.times is None else self.times.original,
+            layers=len(self.library.layers),
+            used=_counts(self.library, chosen),
+        )
+        return result, record
+
+    def _limits(self) -> dict[str, float]:
+        """The largest sums of the program."""
+        wishes, limits = self.wishes, dict[str, float]()
+        if wishes.max_bytes is not None:
+            limits["bytes"] = wishes.max_bytes - self.library.beside
+        if wishes.max_kl is not None:
+            limits["loss"] = wishes.max_kl / self.factor
+        for name, wish, place in (("decode", wishes.min_decode, 0), ("prefill", wishes.min_prefill, 1)):
+            if wish is not None:
+                limits[name] = self.times.original[place] / self._rate(wish, place) - 1
+        return limits
+
+    def _rate(self, wish: float | None, place: int) -> float | None:
+        """A wished speed in tokens per second."""
+        if wish is None or not self.wishes.times:
+            return wish
+        return wish * self.times.original[place]
+
+    def _point(self, chosen: Mapping[str, str]) -> SearchPoint:
+        return self._as_point(self.program.of(chosen))
+
+    def _as_point(self, costs: Costs) -> SearchPoint:
+        rates = [None, None]
+        if self.times is not None:
+            rates = [
+                one / (1 + more) for one, more in zip(self.times.original, (costs.decode, costs.prefill), strict=True)
+            ]
+        return SearchPoint(round(costs.bytes) + self.library.beside, costs.loss * self.factor, *rates)
+
+    def _front(self) -> list[SearchPoint]:
+        """The least losses for sizes from the smallest to the largest, within the limits of speed."""
+        limits = {name: limit for name, limit in self._limits().items() if name in ("decode", "prefill")}
+        return [self._as_point(costs) for costs in self.program.front("loss", "bytes", limits, POINTS)]
+
+    def _impossible(self) -> str:
+        """For each limit, how near one can come while the others are kept."""
+        limits, said = self._limits(), []
+        names = {"bytes": "max_bytes", "loss": "max_kl", "decode": "min_decode", "prefill": "min_prefill"}
+        for name in limits:
+            others = {other: limit for other, limit in limits.items() if other != name}
+            best = self.program.best(name, others)
+            if best is None:
+                said.append(f"the other limits cannot be kept even without `{names[name]}`")
+                continue
+            point = self._point(best)
+            reached = {
+                "bytes": f"{point.bytes / 1e6:.1f} MB",
+                "loss": f"{point.loss:.4f} nats per token",
+                "decode": f"{point.decode or 0:.0f} tokens/s",
+                "prefill": f"{point.prefill or 0:.0f} tokens/s",
+            }
+            said.append(f"`{names[name]}` can be {reached[name]} at best if the other limits are kept")
+        return f"no choices keep all limits: {'; '.join(said)}"
+
+    @torch.no_grad()
+    def _logits(self, model: PreTrainedModel) -> list[Tensor]:
+        device = device_of(model)
+        with evaluating(model):
+            return [model(window.to(device), use_cache=False).logits.cpu() for window in self.windows]
+
+
+def _counts(library: Library, chosen: Mapping[str, str]) -> dict[str, int]:
+    """By choice, the number of linears that have it."""
+    counts = dict.fromkeys(library.texts, 0)
+    for name, text in chosen.items():
+        counts[text] += len(library.layers[name].members)
+    return counts

@@ -1,0 +1,183 @@
+"""Every layer's choices with their bytes and losses, and models in which all layers have one choice, for timing."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from compress.allocation.budget import bytes_beside, megabytes
+from compress.allocation.candidates import Candidates, takes
+from compress.apply import split_all_experts
+from compress.embedding import store_end
+from compress.linear import CompressedLinear, replace, sharing_copy, weight_of
+from compress.plan import plan
+from compress.search.program import Costs
+from compress.walk.blocks import end_targets, find_blocks, targets
+from compress.walk.capture import device_of
+from compress.walk.context import Context
+from compress.walk.layerwise import LayerwiseMethod
+from compress.walk.statistics import Collector
+from compress.walk.walk import stored_as
+from compress.weights.mixed import Mixed
+from kernels.support.modes import evaluating
+
+ORIGINAL = "original"
+
+# Models that decode: {name: tokens per second of decoding and of reading a prompt}, in the same turns.
+Timer = Callable[[Mapping[str, PreTrainedModel]], Mapping[str, tuple[float, float]]]
+
+
+@dataclass(frozen=True)
+class Times:
+    """What was timed: the original, and models in which all linears, or the embedding and the head, have one choice.
+
+    Attributes:
+        original: tokens per second of decoding and of reading a prompt, in 16 bits.
+        decode, prefill: by choice, the time of the model with this choice, as a multiple of the original's.
+    """
+
+    original: tuple[float, float]
+    decode: dict[str, float]
+    prefill: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Library:
+    """The choices of a model's layers.
+
+    Attributes:
+        method: `mixed` with the choices.
+        layers: by the name of a layer's first linear, its choices with bytes and losses.
+        beside: bytes of all that is not among them.
+        weights: the number of weights of each layer.
+        ends: which of the layers are the embedding and the head.
+        head: the one of these whose product takes time in each step; None if it has no choices.
+    """
+
+    method: Mixed
+    layers: dict[str, Candidates]
+    beside: int
+    weights: dict[str, int]
+    ends: tuple[str, ...]
+    head: str | None
+
+    @property
+    def texts(self) -> list[str]:
+        """All choices."""
+        return list(self.method.methods)
+
+    def costs(self, times: Times | None) -> dict[str, dict[str, Costs]]:
+        """{layer: {choice: its costs}}; a layer's time is its share, by weights, of that of all layers in blocks."""
+        inside = sum(count for name, count in self.weights.items() if name not in self.ends)
+        return {
+            name: {
+                text: Costs(choice.cost, choice.loss, *self._times(name, text, times, inside))
+                for text, choice in layer.choices.items()
+            }
+            for name, layer in self.layers.items()
+        }
+
+    def _times(self, name: str, text: str, times: Times | None, inside: int) -> tuple[float, float]:
+        if times is None:
+            return 0.0, 0.0
+        share = float(name == self.head) if name in self.ends else self.weights[name] / inside
+        return share * (times.decode[text] - 1), share * (times.prefill[text] - 1)
+
+    def recipe(self, chosen: Mapping[str, str], model: nn.Module) -> Mixed:
+        """`mixed` with these choices of the layers."""
+        texts = {member: chosen[name] for name, layer in self.layers.items() for member in layer.members}
+        return self.method.choosing(model, texts)
+
+
+@torch.no_grad()
+def measure_library(
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    method: Mixed,
+    *,
+    most: float | None = None,
+    device: str | None = None,
+    work_path: str | Path | None = None,
+) -> Library:
+    """Measure the loss of every choice of every layer, on the model as it is.
+
+    Args:
+        method: of `search_method`.
+        most: bytes that the whole model may have; None: any number.
+        work_path: folder that keeps finished blocks, so that the same measurement is not made twice.
+
+    Raises:
+        ValueError: the model or the choices cannot be handled; before any work.
+    """
+    planned = plan([method], model, batches, device=device, work_path=work_path)
+    (method,) = planned.recipe
+    if most is not None and (smallest := method.smallest_size(model)) > most:
+        raise ValueError(
+            f"`max_bytes` (={most:.0f}) cannot be kept: with the smallest of `choices` the whole model takes "
+            f"{megabytes(smallest)}; fewer bits among `choices`, or choices for the embedding, work"
+        )
+    work = sharing_copy(model)
+    split_all_experts(work)
+    with evaluating(work):
+        layers = method.candidates(work, batches, Context(planned.device, planned.store(0)))
+    shapes = targets(work, method.skip, method.where)
+    ends = {} if method.where == "blocks" else end_targets(work, method.skip)
+    return Library(
+        method=method,
+        layers=layers,
+        beside=bytes_beside(work, shapes),
+        weights={name: sum(prod(shapes[member]) for member in layer.members) for name, layer in layers.items()},
+        ends=tuple(ends),
+        head=next(reversed(ends), None),
+    )
+
+
+def measure_times(library: Library, model: PreTrainedModel, timer: Timer) -> Times:
+    """Time the original and a model for every choice, in the same turns."""
+    made = {ORIGINAL: model} | {
+        text: _uniform(model, method, library) for text, method in library.method.methods.items()
+    }
+    rates = timer(made)
+    decode, prefill = rates[ORIGINAL]
+    return Times(
+        (decode, prefill),
+        {text: decode / rates[text][0] for text in library.texts},
+        {text: prefill / rates[text][1] for text in library.texts},
+    )
+
+
+@torch.no_grad()
+def _uniform(model: PreTrainedModel, method: LayerwiseMethod, library: Library) -> PreTrainedModel:
+    """The model with this choice for all layers that can have it: only its shapes and formats are right, not its
+    weights, each of which is solved once and copied to the other blocks."""
+    copied, made = sharing_copy(model), dict[tuple, CompressedLinear]()
+    split_all_experts(copied)
+    ends = end_targets(copied, library.method.skip)
+    prefix, _ = find_blocks(copied)
+    places = method.places
+    for name, shape in targets(copied, library.method.skip, library.method.where).items():
+        if (name in ends) != ("embedding" in places) and len(places) == 1 or not takes(method, name, shape):
+            continue
+        kind = name.removeprefix(prefix).lstrip(".").partition(".")[2], shape
+        if name in ends or kind not in made:
+            made[kind] = _unsolved(name, copied.get_submodule(name), method)
+            new = made[kind]
+        else:
+            new = copy.deepcopy(made[kind])
+        if name in ends:
+            store_end(copied, name, new)
+        else:
+            replace(copied, name, new)
+    return copied
+
+
+def _unsolved(name: str, linear: nn.Module, method: LayerwiseMethod) -> CompressedLinear:
+    """A linear as a method stores it, without calibration."""
+    W, device = weight_of(linear), device_of(linear)
+    statistics = Collector(name, method.statistics, W.shape[1], device).result()
+    return stored_as(name, linear, W, statistics, method)

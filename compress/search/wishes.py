@@ -1,0 +1,103 @@
+"""What a user asks of a compressed model: limits of its bytes, its speed and its divergence."""
+
+import re
+from dataclasses import dataclass
+
+UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """Limits of a compressed model; what has no limit is optimised, in the order divergence, bytes, decoding.
+
+    Attributes:
+        max_bytes: of the whole stored model, with the weights that stay in 16 bits.
+        min_decode, min_prefill: tokens per second of one sequence, or with `times` multiples of the original's.
+        max_kl: divergence from the original model, nats per token.
+        times: are the two speeds multiples of the original's, in 16 bits on the same machine?
+    """
+
+    max_bytes: float | None = None
+    min_decode: float | None = None
+    min_prefill: float | None = None
+    max_kl: float | None = None
+    times: bool = False
+
+    def __post_init__(self) -> None:
+        limits = {name: getattr(self, name) for name in ("max_bytes", "min_decode", "min_prefill", "max_kl")}
+        if all(limit is None for limit in limits.values()):
+            raise ValueError(f"one of {', '.join(f'`{name}`' for name in limits)} must be given: they limit the search")
+        for name, limit in limits.items():
+            if limit is not None and not 0 < limit < float("inf"):
+                raise ValueError(f"`{name}` (={limit!r}) must be a number above 0")
+
+    @property
+    def timed(self) -> bool:
+        """Does a limit concern time, so that choices must be timed?"""
+        return self.min_decode is not None or self.min_prefill is not None
+
+    @property
+    def minimises(self) -> str:
+        """What is optimised within the limits: "loss", "bytes" or "decode"; the loss if all have limits."""
+        if self.max_kl is None:
+            return "loss"
+        if self.max_bytes is None:
+            return "bytes"
+        return "decode" if self.min_decode is None else "loss"
+
+
+def bytes_of(text: str) -> float | None:
+    """The bytes that a text means: 80MB, 1.5GB, 512MiB; None for an empty text.
+
+    Raises:
+        ValueError: it is no number with one of these units.
+    """
+    if not text.strip():
+        return None
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    try:
+        return float(found[1]) * UNITS[found[2].upper()]
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(f"`max_bytes` (={text!r}) must be a number of bytes, such as 80MB, 1.5GB or 512MiB") from None
+
+
+def speed_of(name: str, text: str) -> tuple[float | None, bool]:
+    """The number that a text means, and whether it is a multiple of the original's speed: 250, or 2x; None if empty.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not text.strip():
+        return None, False
+    found = re.fullmatch(r"\s*([0-9.]+)\s*(x?)\s*", text)
+    try:
+        return float(found[1]), bool(found[2])
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"`{name}` (={text!r}) must be tokens per second, such as 250, or a multiple of the original's speed, "
+            "such as 2x"
+        ) from None
+
+
+def wishes_of(*, max_bytes: str = "", min_decode: str = "", min_prefill: str = "", max_kl: float = 0.0) -> Wishes:
+    """The wishes that parameters of a notebook or a command line name; "" and 0: no limit.
+
+    Raises:
+        ValueError: a text has no meaning, or one speed is a multiple and the other is not.
+    """
+    (decode, by_decode), (prefill, by_prefill) = (
+        speed_of("min_decode", min_decode),
+        speed_of("min_prefill", min_prefill),
+    )
+    if None not in (decode, prefill) and by_decode != by_prefill:
+        raise ValueError(
+            f"`min_decode` (={min_decode!r}) and `min_prefill` (={min_prefill!r}) must both be tokens per second, or "
+            "both multiples of the original's speed"
+        )
+    return Wishes(
+        max_bytes=bytes_of(max_bytes),
+        min_decode=decode,
+        min_prefill=prefill,
+        max_kl=max_kl or None,
+        times=by_decode or by_prefill,
+    )

@@ -1,0 +1,103 @@
+"""The search for the best choice of every layer: what was asked, predicted and measured, and the front of sizes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from eval.record.metrics import number, percent
+from eval.record.rows import RunRecord, typed
+from eval.record.search import SearchRecord
+from reports.parts import plots
+from reports.parts.figures import Figures
+from reports.parts.text import clean
+
+
+@dataclass(frozen=True)
+class WishRow:
+    """A row of the table of wishes; texts for readers. off: how far the measurement is from the prediction."""
+
+    name: str
+    asked: str
+    predicted: str
+    measured: str
+    off: str
+
+
+def figures(found: Any) -> Figures:
+    """The front of a search (`compress.fit`), for a notebook."""
+    record = typed({"search": found.record}).search
+    said = " ".join(record.sentences()) if record else "Nothing was searched."
+    drawn = _front(record) if record else ""
+    return Figures(said, {"Least divergence for each size": drawn} if drawn else {})
+
+
+def context(run: RunRecord) -> dict[str, Any]:
+    """The data for templates/search.html from a record; {} if nothing was searched."""
+    made = run.search
+    if made is None or not made.rounds:
+        return {}
+    return {
+        "said": [clean(sentence, 600) for sentence in made.sentences()],
+        "wishes": _wishes(run, made),
+        "choices": [_choice(made, text) for text in made.choices],
+        "timed": made.original is not None,
+        "front": _front(made),
+        "rounds": len(made.rounds),
+    }
+
+
+def _wishes(run: RunRecord, made: SearchRecord) -> list[WishRow]:
+    point = made.rounds[made.kept].point
+    rows = [
+        _row("stored bytes, MB", made.max_bytes, point.bytes, run.score("compressed", "stored_bytes"), _megabytes),
+    ]
+    for corpus in run.corpora:
+        got = run.score("compressed", f"kl_{corpus}")
+        rows.append(_row(f"divergence on {clean(corpus, 40)}, nats per token", made.max_kl, point.loss, got, number))
+    for phase, wish, predicted in (
+        ("decode", made.min_decode, point.decode),
+        ("prefill", made.min_prefill, point.prefill),
+    ):
+        ratio = run.ratio(f"{phase}_tokens_per_s")
+        if made.original is None or predicted is None:
+            continue
+        before = made.original[0] if phase == "decode" else made.original[1]
+        name = "decoding" if phase == "decode" else "prompts"
+        got = None if ratio is None else ratio
+        times = _row(f"{name}, times the original's speed", wish and wish / before, predicted / before, got, _times)
+        rows.append(times)
+    return rows
+
+
+def _row(name: str, asked: float | None, predicted: float, got: float | None, write: Callable[[float], str]) -> WishRow:
+    off = "" if got is None or not predicted else percent(got / predicted - 1)
+    return WishRow(name, write(asked) if asked else "", write(predicted), "" if got is None else write(got), off)
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:.1f}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}×"
+
+
+def _choice(made: SearchRecord, text: str) -> tuple[str, int, str, str]:
+    """A choice, the number of linears that have it, and the speeds of a model in which all have it."""
+    ratios = [one.get(text) for one in (made.decode_ratio, made.prefill_ratio)]
+    return clean(text, 120), made.used.get(text, 0), *("" if one is None else _times(one) for one in ratios)
+
+
+def _front(made: SearchRecord) -> str:
+    points = [(point.bytes / 1e6, point.loss) for point in made.front]
+    kept = made.rounds[made.kept]
+    if len(points) < 3:
+        return ""
+    lines = {"best choices for each size": points, "made": [(kept.point.bytes / 1e6, kept.divergence)]}
+    return plots.against(
+        {"": lines},
+        key="search",
+        x_label="megabytes of the whole model",
+        y_label="divergence, nats per token",
+        summary="Least predicted divergence against the model's size, log scale, and the model that was made.",
+    )
