@@ -25,6 +25,7 @@ from compress.walk.statistics import Collector
 from compress.walk.walk import stored_as
 from compress.weights.mixed import Mixed
 from kernels.support.modes import evaluating
+from kernels.support.user_cache import cache_folder
 
 ORIGINAL = "original"
 
@@ -109,12 +110,13 @@ def measure_library(
     Args:
         method: of `search_method`.
         most: bytes that the whole model may have; None: any number.
-        work_path: folder that keeps finished blocks, so that the same measurement is not made twice.
+        work_path: folder that keeps what was measured, so that the next search with the same model, text and choices
+            need not measure it again; None: the user's cache folder.
 
     Raises:
         ValueError: the model or the choices cannot be handled; before any work.
     """
-    planned = plan([method], model, batches, device=device, work_path=work_path)
+    planned = plan([method], model, batches, device=device, work_path=work_path or cache_folder("search"))
     (method,) = planned.recipe
     if most is not None and (smallest := method.smallest_size(model)) > most:
         raise ValueError(

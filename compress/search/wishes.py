@@ -56,7 +56,7 @@ def bytes_of(text: str) -> float | None:
         return None
     found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     try:
-        return float(found[1]) * UNITS[found[2].upper()]
+        return round(float(found[1]) * UNITS[found[2].upper()])
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"`max_bytes` (={text!r}) must be a number of bytes, such as 80MB, 1.5GB or 512MiB") from None
 

@@ -270,7 +270,7 @@ class Mixed(LayerwiseMethod):
         letters = [string.ascii_letters[order.index(texts[n])] for n in targets(model, self.skip, self.where)]
         runs = [(letter, len(list(run))) for letter, run in groupby(letters)]
         chosen = "".join(letter if count == 1 else f"{letter}{count}" for letter, count in runs)
-        return dataclasses.replace(self, chosen=chosen)
+        return type(self)(choices=self.choices, skip=self.skip, sequential=self.sequential, chosen=chosen)
 
     def candidates(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> dict[str, Candidates]:
         """The layers with their choices, bytes and losses."""

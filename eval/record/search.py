@@ -69,10 +69,10 @@ class SearchRecord:
             if rate
         ]
         predicted = ", ".join([f"{kept.point.bytes / 1e6:.1f} MB", *speeds])
-        mix = ", ".join(f"{count} linears {text}" for text, count in self.used.items() if count)
+        mix = ", ".join(f"{count} × {text}" for text, count in self.used.items() if count)
         return [
             f"Asked for: {', '.join(filter(None, wishes))}; within that {aim[self.minimised]}.",
             f"Found after {len(self.rounds)} round{'s' * (len(self.rounds) > 1)}: {predicted} are predicted; "
             f"the divergence on other windows of the calibration corpus is {kept.divergence:.4f} nats per token.",
-            f"Choices: {mix}.",
+            f"Linears by choice: {mix}.",
         ]

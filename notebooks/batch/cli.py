@@ -7,8 +7,8 @@ $ workbench status quickstart
 $ workbench compare quickstart          # writes a page; of two runs it also gives a verdict and an exit status
 $ workbench report                      # writes all pages again: runs/index.html, comparisons, papers
 
-`notebooks.batch.verbs` has the verbs about models, data and finished runs: compress, eval, chat, cost, export, list,
-compare, repeat, table, data.
+`notebooks.batch.verbs` has the verbs about models, data and finished runs: compress, fit, eval, chat, cost, export,
+list, compare, repeat, table, data.
 """
 
 import argparse
@@ -77,13 +77,14 @@ def _parser() -> argparse.ArgumentParser:
     planned.add_argument("--stale", action="store_true", help="plan stale runs again, too")
     run = command("run", _run, "execute a notebook, or the runs of a sweep that are not finished", what)
     resume = command("resume", _resume, "continue a sweep that was interrupted", ("sweep", sweep))
-    compressed = compress.declare(command)
-    compressed.set_defaults(does=_compress)
+    compressed, fitted = (compress.declare(command, verb) for verb in compress.NOTEBOOKS)
+    for one in (compressed, fitted):
+        one.set_defaults(does=_compress)
     repeated = repeat.declare(command)
     repeated.set_defaults(does=_repeat, stale=True, gpus=None)
-    for one in (compressed, repeated):
+    for one in (compressed, fitted, repeated):
         one.set_defaults(timeout=None, cell_timeout=None, parallel=None, engine="local", slurm=[], address="", trust=[])
-    for one in (planned, run, compressed, repeated):
+    for one in (planned, run, compressed, fitted, repeated):
         one.add_argument(
             "-p",
             "--parameter",
@@ -102,11 +103,11 @@ def _parser() -> argparse.ArgumentParser:
             help="allow notebooks and task files of this folder to be executed while a sweep is planned; they are "
             "code ($WORKBENCH_TRUST names folders that are always allowed)",
         )
-    for one in (run, compressed):
+    for one in (run, compressed, fitted):
         one.add_argument("--force", action="store_true", help="execute finished runs again, too")
     run.add_argument("--timeout", metavar="SECONDS", default=None, help="time limit of each run")
     run.add_argument("--cell-timeout", metavar="SECONDS", default=None, help="time limit of each cell")
-    for one in (run, resume, compressed):
+    for one in (run, resume, compressed, fitted):
         one.add_argument(
             "--stale", action="store_true", help="execute runs again that were made by other code of the workbench"
         )
@@ -228,7 +229,7 @@ def _compress(options: argparse.Namespace) -> int:
     from notebooks.batch.status import folder_of
     from notebooks.study.identity import packages_code
 
-    options.what, options.parameter = compress.NOTEBOOK, compress.given(options)
+    options.what, options.parameter = compress.NOTEBOOKS[options.verb], compress.given(options)
     try:
         sweep = _planned(options)
     except ValueError as error:

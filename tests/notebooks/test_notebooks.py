@@ -126,6 +126,7 @@ METHOD_OF = {
     "pruning": "wanda",
     "rotations": "flatquant",
     "recover": "rtn",
+    "search": "mixed",
 }  # where the notebook is not called after its method
 
 
@@ -139,6 +140,15 @@ def expect_recover(made, scores, html):
     assert scores["compressed"]["kl_pydocs"] > 0 and "Recovery</h2>" in html
 
 
+def expect_search(made, scores, html):
+    """Of one block, in which some linears must get 3 bits."""
+    limit, found = 264.5e6, made["search"]
+    assert scores["compressed"]["stored_bytes"] <= limit == found["max_bytes"] and found["minimised"] == "loss"
+    assert min(found["used"].values()) > 0 and sum(found["used"].values()) == 7 and len(found["front"]) > 3
+    assert found["rounds"][0]["point"]["bytes"] == pytest.approx(scores["compressed"]["stored_bytes"], rel=0.001)
+    assert 0 < scores["compressed"]["kl_pydocs"] < 1 and "Asked, predicted, measured</h2>" in html
+
+
 # Per notebook: parameters beside SMALL, the format of its linears and their number, and what else must hold.
 EXPECTED = {
     "start_here": ({"group_size": -1, "skip": TWO}, "int_group", 14, expect_start),
@@ -147,6 +157,8 @@ EXPECTED = {
     "rotations": ({"transform": f"flatquant(steps=1, skip={FEW!r})", "weight_bits": 16, "skip": FEW, "beside": "",
                    "seqlen": 64, "write_tokens": 0}, "dense", 7, expect_rotations),
     "pruning": ({"recipe": f"wanda(skip='{FIRST}')", "compare": "", "write_tokens": 0}, "bitmap", 35, expect_pruning),
+    "search": ({"choices": "rtn(bits={3,8}, group_size=64)", "max_bytes": "264.5MB", "skip": FEW, "compare": "",
+                "loss_tokens": 128, "search_rounds": 0, "write_tokens": 0}, "int_group", 7, expect_search),
     "recover": ({"recipe": f"rtn(bits=3, skip='{FEW}')", "windows": 6, "steps": 3, "minutes": 0.0, "skip": FEW,
                  "write_tokens": 0}, "int_group", 7, expect_recover),
 }  # fmt: skip

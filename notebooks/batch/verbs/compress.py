@@ -1,5 +1,6 @@
-"""`workbench compress MODEL RECIPE --out DIR`: the notebook `recipe`, as `workbench run recipe` executes it, with brief
-scores; its model, record and page are in DIR when it is finished.
+"""`workbench compress MODEL RECIPE --out DIR` and `workbench fit MODEL --max-bytes 80MB --out DIR`: the notebooks
+`recipe` and `search`, as `workbench run` executes them, with brief scores; model, record and page are in DIR when it is
+finished.
 
 The key is that of the run, so that the same command, or the same run into another folder, executes nothing twice.
 """
@@ -11,21 +12,32 @@ from pathlib import Path
 
 from notebooks.study.parameters import OWN_FORMAT, SAVE_FORMAT
 
-NOTEBOOK = "recipe"
+NOTEBOOKS = {"compress": "recipe", "fit": "search"}  # by verb
 OWN = "own"  # on this command line, another name of the workbench's own format
 BRIEF = {"window": "512", "max_windows": "8", "speed_rounds": "3", "write_tokens": "24"}  # less than the notebook's
+WISHES = {  # limits of `fit`: parameters of its notebook
+    "max_bytes": "largest size of the whole stored model: 80MB, 1.5GB",
+    "min_decode": "least speed of decoding: tokens per second, such as 250, or a multiple of the original's: 2x",
+    "min_prefill": "least speed of reading a prompt, likewise",
+    "max_kl": "largest divergence from the original, nats per token",
+}
 _ARGUMENTS = {"model_name": "MODEL", "recipe": "RECIPE", "save_path": "--out", SAVE_FORMAT: "--format"}
+_ARGUMENTS |= {name: f"--{name.replace('_', '-')}" for name in WISHES}
 
 
-def declare(command) -> argparse.ArgumentParser:
-    """The options of `workbench compress`, but for those that it shares with `run`."""
-    parser = command(
-        "compress",
-        None,  # `cli` executes it
-        "compress a model, save it, load it again and compare, score it briefly",
-        ("model", {"metavar": "MODEL", "help": "a folder, a .gguf file, a hub id, or smollm2-135m (embedded)"}),
-        ("recipe", {"metavar": "RECIPE", "help": 'methods in order, with their knobs: "awq, gptq(bits=4)"'}),
-    )
+def declare(command, verb: str) -> argparse.ArgumentParser:
+    """The options of `workbench compress` or `workbench fit`, but for those that they share with `run`."""
+    model = ("model", {"metavar": "MODEL", "help": "a folder, a .gguf file, a hub id, or smollm2-135m (embedded)"})
+    recipe = ("recipe", {"metavar": "RECIPE", "help": 'methods in order, with their knobs: "awq, gptq(bits=4)"'})
+    what = {
+        "compress": ("compress a model, save it, load it again and compare, score it briefly", model, recipe),
+        "fit": ("find the best way to store every layer of a model within limits, and compress it so", model),
+    }
+    parser = command(verb, None, *what[verb])  # `cli` executes it
+    parser.set_defaults(verb=verb)
+    if verb == "fit":
+        for name, help in WISHES.items():
+            parser.add_argument(_ARGUMENTS[name], metavar="LIMIT", default="", help=help)
     parser.add_argument("--out", metavar="DIR", required=True, help="new folder for the model, its record and its page")
     parser.add_argument(
         "--format",
@@ -45,12 +57,11 @@ def given(options: argparse.Namespace) -> list[list[str]]:
     for name, _ in options.parameter:
         if name in _ARGUMENTS:
             raise ValueError(f"`-p {name}` is what {_ARGUMENTS[name]} says; leave it out")
-    asked = {
-        "model_name": options.model,
-        "recipe": options.recipe,
-        "save_path": options.out,
-        SAVE_FORMAT: _format(options.format),
-    }
+    asked = {"model_name": options.model, "save_path": options.out, SAVE_FORMAT: _format(options.format)}
+    if options.verb == "fit":
+        asked |= {name: getattr(options, name) or ("0" if name == "max_kl" else "") for name in WISHES}
+    else:
+        asked["recipe"] = options.recipe
     if not options.out.strip():
         raise ValueError("`--out` (='') must name a folder")
     return [[name, value] for name, value in (BRIEF | dict(options.parameter) | asked).items()]
@@ -123,7 +134,9 @@ def complete(planned, runs: Path) -> None:
     if not (place / PAGE).exists() and (run / PAGE).is_file():
         copy_whole(run / PAGE, place / PAGE)
     record = typed(read_record(run / "record.json"))
-    print(f"\n{planned.values['recipe']} of {planned.values['model_name']}: {scores_in_words(record)}")
+    for sentence in record.search.sentences() if record.search else ():
+        print(sentence)
+    print(f"\n{record.recipe_of('compressed')} of {planned.values['model_name']}: {scores_in_words(record)}")
     print(f"model: {place} (as {planned.values[SAVE_FORMAT]}; loaded again, and compared with the one in memory)")
     print(f"page:  {place / PAGE}\nnext:  workbench chat {place} --beside\n       workbench eval {place}")
 

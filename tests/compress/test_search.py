@@ -1,0 +1,206 @@
+"""`fit`: the best choice of every layer under limits, what it says of impossible limits, and recipes with given
+choices."""
+
+import itertools
+
+import pytest
+import torch
+
+from compress import METHODS, Wishes, apply, fit, load_compressed, save_compressed
+from compress.linear import compressed_linears
+from compress.recipe import parse_recipe
+from compress.search.choices import STANDARD, search_method
+from compress.search.library import measure_library, measure_times
+from compress.search.program import NAMES, Costs, LayersProgram
+from compress.search.wishes import wishes_of
+from compress.walk.blocks import targets
+from compress.walk.ends import solve
+from eval.machine.size import size
+from eval.record.rows import typed
+from reports.page import search
+
+BLOCKS = "rtn(bits={2, 4, 8}, group_size=16)"
+ENDS = "rtn(bits={4, 8}, group_size=16, where=embedding)"
+TEXTS = [f"rtn(bits={bits}, group_size=16)" for bits in (2, 4, 8)]
+
+
+def chooser(choices=BLOCKS):
+    return search_method(choices, tokens=96)
+
+
+def timer(models):
+    """Made-up speeds: the smaller the model, the faster it decodes."""
+    sizes = {name: sum(m.nbytes for m in compressed_linears(model).values()) for name, model in models.items()}
+    return {name: (100.0, 1000.0) if not one else (100.0 + 1e6 / one, 900.0) for name, one in sizes.items()}
+
+
+@pytest.fixture
+def model(tiny):
+    return tiny("llama")
+
+
+@pytest.fixture
+def batches(tokens):
+    return tokens()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_program_finds_the_least_of_all_combinations(seed):
+    """Under two limits, and says so where there are none that keep them."""
+    generator = torch.Generator().manual_seed(seed)
+    layers = {
+        f"l{i}": {f"c{j}": Costs(*torch.rand(4, generator=generator).tolist()) for j in range(3)} for i in range(5)
+    }
+    program = LayersProgram(layers)
+    every = [sum(combination, Costs(0, 0)) for combination in itertools.product(*(c.values() for c in layers.values()))]
+    for limits in ({"bytes": 2.5}, {"bytes": 2.2, "decode": 2.2}, {"loss": 1.8, "prefill": 2.0}, {"bytes": 0.1}):
+        minimise = "loss" if "bytes" in limits else "bytes"
+        kept = [one for one in every if all(getattr(one, name) <= limit for name, limit in limits.items())]
+        chosen = program.best(minimise, limits)
+        if not kept:
+            assert chosen is None
+            continue
+        found = program.of(chosen)
+        assert getattr(found, minimise) == pytest.approx(min(getattr(one, minimise) for one in kept), rel=1e-3)
+        assert all(getattr(found, name) <= limit * (1 + 1e-6) for name, limit in limits.items())
+    assert set(NAMES) == {"bytes", "loss", "decode", "prefill"}
+
+
+def test_limits_are_read_as_users_write_them():
+    found = wishes_of(max_bytes="1.5MB", min_decode="2x", max_kl=0.1)
+    assert (found.max_bytes, found.min_decode, found.times, found.max_kl) == (1.5e6, 2.0, True, 0.1)
+    assert wishes_of(max_bytes="1GiB").max_bytes == 1 << 30 and wishes_of(min_prefill="300").min_prefill == 300
+    assert [wishes_of(**one).minimises for one in ({"max_bytes": "1MB"}, {"max_kl": 0.1})] == ["loss", "bytes"]
+    assert wishes_of(max_bytes="1MB", max_kl=0.1).minimises == "decode"
+    for given, message in (
+        ({}, "one of `max_bytes`, `min_decode`"),
+        ({"max_bytes": "80 bananas"}, r"`max_bytes` \(='80 bananas'\) must be a number of bytes"),
+        ({"max_bytes": "-1MB"}, "`max_bytes` .* must be a number of bytes"),
+        ({"min_decode": "fast"}, r"`min_decode` \(='fast'\) must be tokens per second"),
+        ({"min_decode": "0"}, r"`min_decode` \(=0.0\) must be a number above 0"),
+        ({"max_kl": float("nan")}, r"`max_kl` \(=nan\) must be a number above 0"),
+        ({"min_decode": "2x", "min_prefill": "100"}, "both be tokens per second, or both multiples"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wishes_of(**given)
+
+
+def test_a_model_within_bytes_that_loses_least(model, batches):
+    """The size of the model that is made is the predicted one, and more bytes lose less."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    losses = []
+    for share in (0.4, 0.6):
+        limit = share * size(model.to(torch.bfloat16)).stored_bytes
+        model.float()
+        found = fit(model, batches, Wishes(max_bytes=limit), method=chooser(f"{BLOCKS}; {ENDS}"))
+        kept = found.record.rounds[found.record.kept]
+        made = size(found.model.to(torch.bfloat16)).stored_bytes
+        assert made == pytest.approx(kept.point.bytes, rel=0.002) and made <= limit
+        losses.append(kept.divergence)
+    assert losses[1] < losses[0] and len({point.bytes for point in found.record.front}) > 3
+    assert sum(found.record.used.values()) == len(targets(model, "", "all"))
+    assert all(torch.equal(before[name].bfloat16().float(), t) for name, t in model.state_dict().items())
+
+
+def test_a_limit_of_the_loss_is_kept_by_the_model_that_is_made(model, batches):
+    """Losses that do not add up are corrected by what whole models lose."""
+    free = fit(model, batches, Wishes(max_bytes=1e9), method=chooser())
+    smallest = fit(model, batches, Wishes(max_kl=1e3), method=chooser())
+    least, most = (one.record.rounds[0].divergence for one in (free, smallest))
+    assert least < most and set(filter(smallest.record.used.get, smallest.record.used)) == {TEXTS[0]}
+    limit = (least * most) ** 0.5
+    found = fit(model, batches, Wishes(max_kl=limit), method=chooser())
+    kept = found.record.rounds[found.record.kept]
+    assert kept.divergence <= 1.02 * limit and found.record.minimised == "bytes"
+    assert free.record.rounds[0].point.bytes >= kept.point.bytes > smallest.record.rounds[0].point.bytes
+
+
+def test_speeds_are_predicted_from_models_with_one_choice(model, batches):
+    library = measure_library(model, batches, chooser())
+    times = measure_times(library, model, timer)
+    assert list(times.decode) == TEXTS and times.decode[TEXTS[0]] < times.decode[TEXTS[2]] < 1 < times.prefill[TEXTS[0]]
+    program = LayersProgram(library.costs(times))
+    for text in TEXTS:
+        costs = program.of(dict.fromkeys(library.layers, text))
+        assert 1 + costs.decode == pytest.approx(times.decode[text])
+    fastest = 1 / times.decode[TEXTS[0]]
+    found = fit(model, batches, Wishes(min_decode=(1 + fastest) / 2, times=True), method=chooser(), timer=timer)
+    assert found.record.min_decode == pytest.approx(50 * (1 + fastest))
+    assert found.record.rounds[0].point.decode >= 0.999 * found.record.min_decode
+    assert {TEXTS[0], TEXTS[2]} & set(filter(found.record.used.get, found.record.used))
+
+
+def test_impossible_limits_say_how_near_one_can_come(model, batches):
+    with pytest.raises(ValueError, match=r"`max_bytes` \(=1000\) cannot be kept: .* the whole model takes"):
+        fit(model, batches, Wishes(max_bytes=1000), method=chooser())
+    with pytest.raises(ValueError, match="`timer` must be given for limits of speed"):
+        fit(model, batches, Wishes(min_decode=10), method=chooser())
+    with pytest.raises(ValueError, match=r"`min_decode` can be \d+ tokens/s at best if the other limits are kept"):
+        fit(model, batches, Wishes(max_bytes=1e9, min_decode=1e6), method=chooser(), timer=timer)
+    with pytest.raises(
+        ValueError, match="`max_bytes` can be .* MB at best .*; `max_kl` can be .* nats per token at best"
+    ):
+        library = measure_library(model, batches, chooser())
+        program = LayersProgram(library.costs(None))
+        least, smallest = program.of(program.best("loss", {})).loss, library.method.smallest_size(model)
+        fit(model, batches, Wishes(max_bytes=smallest + 10, max_kl=2 * least), method=chooser())
+    with pytest.raises(ValueError, match="`choices` must be given for `save_format`"):
+        search_method(save_format="gptq")
+
+
+@pytest.mark.parametrize("save_format", list(STANDARD))
+def test_models_of_standard_choices_can_be_saved(save_format):
+    assert len(search_method(save_format=save_format).methods) > 1
+
+
+def test_given_choices_are_those_of_the_model(tmp_path, model, batches):
+    """The recipe of a search makes the same model again, from its text, and it is saved and loaded."""
+    found = fit(model, batches, Wishes(max_bytes=0.5 * size(model).stored_bytes), method=chooser(f"{BLOCKS}; {ENDS}"))
+    [method] = found.result.recipe
+    again = apply(parse_recipe(str(method)), model, batches)
+    assert [one.choice for one in again.layers] == [one.choice for one in found.result.layers]
+    ids = batches[0]
+    torch.testing.assert_close(again.model(ids).logits, found.model(ids).logits, rtol=0, atol=0)
+    save_compressed(again, tmp_path / "saved")
+    loaded = load_compressed(tmp_path / "saved")
+    torch.testing.assert_close(loaded(ids).logits, again.model(ids).logits)
+
+
+def test_choices_that_do_not_fit_are_refused(model, batches):
+    count = len(targets(model))
+    for chosen, message in (
+        ("a3!", "must be letters of choices"),
+        (f"a{count + 1}", f"is for {count + 1} linears and at least 1 choices; this model has {count} linears"),
+        (f"a{count - 1}d", "and `choices` names 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            apply([METHODS["mixed"](choices=BLOCKS, chosen=chosen)], model, batches)
+    with pytest.raises(ValueError, match="whose `where` .* is not 'blocks'"):
+        count = len(targets(model, "", "all"))
+        apply([METHODS["mixed"](choices=f"{BLOCKS}; {ENDS}", chosen=f"d{count}")], model, batches)
+
+
+def test_a_table_for_the_embedding_may_be_chosen(model, batches, monkeypatch):
+    """Its rows are not solved in portions, which would each have a table, also if another choice could be."""
+    monkeypatch.setattr(solve, "ROWS", 32)
+    table = "rtn(bits=4, group_size=16, grid=iq4_nl, where=embedding)"
+    choices = f"{BLOCKS}; rtn(bits=8, group_size=16, where=embedding); {table}"
+    shapes = targets(model, "", "all")
+    chosen = "".join("e" if "." not in name or "head" in name or "embed" in name else "c" for name in shapes)
+    result = apply([METHODS["mixed"](choices=choices, chosen=chosen)], model, batches)
+    assert {one.format for one in result.layers} == {"int_group", "codebook"}
+
+
+def test_the_page_shows_what_was_asked_predicted_and_measured(model, batches):
+    found = fit(
+        model, batches, Wishes(max_bytes=0.6 * size(model).stored_bytes, min_decode=50), method=chooser(), timer=timer
+    )
+    scores = {"baseline": {"decode_tokens_per_s": 100.0}, "compressed": {"decode_tokens_per_s": 150.0,
+              "stored_bytes": 3e5, "kl_text": 0.2, "perplexity_text": 9.0}}  # fmt: skip
+    shown = search.context(typed({"search": found.record, "scores": scores}))
+    by_name = {row.name: row for row in shown["wishes"]}
+    assert by_name["decoding, times the original's speed"].asked == "0.50×"
+    assert by_name["decoding, times the original's speed"].measured == "1.50×"
+    assert by_name["divergence on text, nats per token"].measured == "0.2000"
+    assert shown["timed"] and "svg" in shown["front"] and len(shown["choices"]) == 3
+    assert search.context(typed({})) == {} and "Asked for: at most" in repr(found)
