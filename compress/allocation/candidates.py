@@ -92,9 +92,13 @@ def measure(
     calls = [] if saved else block_calls(model, blocks, batches, divided=True)
     found: dict[str, Candidates] = {}
     progress = tqdm(total=len(names) * len(methods), desc=title, unit="choice")
+    left = len(names)
     with fast_linear():
         for index, block in enumerate(blocks):
+            if not left:  # what the other blocks give is not needed
+                break
             own = {name: model.get_submodule(name) for name in names if name.startswith(f"{prefix}.{index}.")}
+            left -= len(own)
             kept = store.get(index) if store else None
             with on_device(block, device):
                 made = {name: from_json(one) for name, one in kept[1].items()} if kept else {}
