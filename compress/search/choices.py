@@ -18,22 +18,20 @@ STANDARD = {  # by the format in which the model is saved
 ANY_LOSS = 1e3  # the loss is not limited while it is measured
 
 
-def search_method(choices: str = "", *, skip: str = "", tokens: int = 1024, save_format: str = "workbench") -> Mixed:
+def search_method(choices: str = "workbench", *, skip: str = "", tokens: int = 1024) -> Mixed:
     """`mixed` with these choices, which only measures their losses.
 
     Args:
-        choices: as in `mixed(choices=...)`; "": a standard set, whose models this format can hold.
+        choices: as in `mixed(choices=...)`; or a key of STANDARD, a format whose standard set is meant.
         skip: name patterns of linears that stay in 16 bits.
         tokens: calibration tokens on which the losses are measured.
 
     Raises:
-        ValueError: a choice is not known, or is no single method that stores weights; or there is no standard set.
+        ValueError: a choice is not known, or is no single method that stores weights; or there are none.
     """
-    if not choices.strip() and save_format not in STANDARD:
+    choices = STANDARD.get(choices.strip(), choices.strip())
+    if not choices:
         raise ValueError(
-            f"`choices` must be given for `save_format` (={save_format!r}); there are standard ones for "
-            f"{', '.join(STANDARD)}"
+            f"`choices` (='') must name methods, or a standard set by the format that holds it: {', '.join(STANDARD)}"
         )
-    return Mixed(
-        choices=choices.strip() or STANDARD[save_format], skip=skip, loss="kl_scaled", tokens=tokens, max_loss=ANY_LOSS
-    )
+    return Mixed(choices=choices, skip=skip, loss="kl_scaled", tokens=tokens, max_loss=ANY_LOSS)

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -440,5 +441,7 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
       .def("go_on", static_cast<at::Tensor (DecodeStep::*)(const at::Tensor&)>(&DecodeStep::go_on))
       .def("attend_kept", &DecodeStep::attend_kept)
       .def("last_input", &DecodeStep::last_input)
-      .def("logits", &DecodeStep::logits);
+      .def("logits", &DecodeStep::logits)
+      .def("time", &DecodeStep::time)
+      .def("seconds", &DecodeStep::seconds);
 }

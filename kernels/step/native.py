@@ -119,6 +119,16 @@ class DecodeStep:
         """The logits of the last call, float32 [tokens, vocabulary], rounded to the 16 bits of the activations."""
         return self._native.logits()
 
+    def time(self) -> None:
+        """From now on, sum up the seconds of each instruction of the program in `seconds`, from 0 on."""
+        self._native.time()
+
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds of each instruction, in all calls since `time`, with the wait for the slowest thread; without the
+        look-up of the embedding. Empty before `time`."""
+        return self._native.seconds()
+
     def _weight(self, w: Weight) -> int:
         data, scale, zero, table = w.tensors()
         weight = self._native.weight(w.layout, data, scale, zero, table, w.bias, w.x_scale, w.sizes)

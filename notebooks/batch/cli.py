@@ -7,8 +7,8 @@ $ workbench status quickstart
 $ workbench compare quickstart          # writes a page; of two runs it also gives a verdict and an exit status
 $ workbench report                      # writes all pages again: runs/index.html, comparisons, papers
 
-`notebooks.batch.verbs` has the verbs about models, data and finished runs: compress, fit, eval, chat, cost, export,
-list, compare, repeat, table, data.
+`notebooks.batch.verbs` has the verbs about models, data and finished runs: compress, fit, eval, chat, cost,
+explain, export, list, compare, repeat, table, data.
 """
 
 import argparse
@@ -17,7 +17,19 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from notebooks.batch.verbs import chat, compare, completion, compress, cost, data, listing, repeat, score, table
+from notebooks.batch.verbs import (
+    chat,
+    compare,
+    completion,
+    compress,
+    cost,
+    data,
+    explain,
+    listing,
+    repeat,
+    score,
+    table,
+)
 from notebooks.study.parameters import bounded, from_here, parse_value, read_parameters, type_name
 
 DISTRIBUTION = "model-compression-workbench"
@@ -168,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     exported.add_argument(
         "--to", metavar="FOLDER", type=Path, default=None, help="new folder to write (default: CHECKPOINT-FORMAT)"
     )
-    for verb in (score, chat, cost, listing, compare, table, data):
+    for verb in (score, chat, cost, explain, listing, compare, table, data):
         verb.declare(command)
     return parser
 

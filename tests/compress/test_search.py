@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from compress import METHODS, Wishes, apply, fit, load_compressed, save_compressed
+from compress.checkpoint.fits import check_save_format
 from compress.linear import compressed_linears
 from compress.recipe import parse_recipe
 from compress.search.choices import STANDARD, search_method
@@ -144,13 +145,16 @@ def test_impossible_limits_say_how_near_one_can_come(model, batches):
         program = LayersProgram(library.costs(None))
         least, smallest = program.of(program.best("loss", {})).loss, library.method.smallest_size(model)
         fit(model, batches, Wishes(max_bytes=smallest + 10, max_kl=2 * least), method=chooser())
-    with pytest.raises(ValueError, match="`choices` must be given for `save_format`"):
-        search_method(save_format="gptq")
+    with pytest.raises(ValueError, match=r"`choices` \(=''\) must name methods, or a standard set"):
+        search_method("")
 
 
 @pytest.mark.parametrize("save_format", list(STANDARD))
-def test_models_of_standard_choices_can_be_saved(save_format):
-    assert len(search_method(save_format=save_format).methods) > 1
+def test_models_of_standard_choices_can_be_saved(save_format, model):
+    """In the format after which the set is called, each choice everywhere."""
+    method = search_method(save_format)
+    assert len(method.methods) > 1
+    check_save_format(save_format, [method], model)
 
 
 def test_given_choices_are_those_of_the_model(tmp_path, model, batches):

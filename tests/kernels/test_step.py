@@ -123,6 +123,25 @@ def test_every_instruction_set(isa, dtype):
     compare(decoder(planes, dtype, bias=True, position=3), dtype, 3, isa)
 
 
+def test_instructions_are_timed_when_asked_for():
+    """Every one, summed over the calls since then; the tokens are the same."""
+    program = decoder(dict.fromkeys(("qkv", "o", "mlp", "down", "head"), "rows"), torch.bfloat16, position=3)
+    ids, steps = (
+        torch.arange(program.tokens)[:, None],
+        [DecodeStep(copy.deepcopy(program), torch.bfloat16) for _ in "ab"],
+    )
+    assert steps[0].seconds == []
+    steps[0].time()
+    tokens = [[step(ids, place) for place in (3, 4)] for step in steps]
+    assert all(map(torch.equal, *tokens))
+    first = steps[0].seconds
+    assert len(first) == len(program.instructions) and all(0 < one < 1 for one in first) and steps[1].seconds == []
+    steps[0](ids, 5)
+    assert all(later > one for later, one in zip(steps[0].seconds, first, strict=True))
+    steps[0].time()
+    assert steps[0].seconds == [0.0] * len(first)
+
+
 @pytest.mark.parametrize("isa", native.ISAS)
 def test_changed_inputs(isa):
     if not native.runs(isa):

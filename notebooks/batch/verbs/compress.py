@@ -60,11 +60,20 @@ def given(options: argparse.Namespace) -> list[list[str]]:
     asked = {"model_name": options.model, "save_path": options.out, SAVE_FORMAT: _format(options.format)}
     if options.verb == "fit":
         asked |= {name: getattr(options, name) or ("0" if name == "max_kl" else "") for name in WISHES}
+        asked = {"choices": _standard(options.format), **dict(options.parameter), **asked}
     else:
         asked["recipe"] = options.recipe
     if not options.out.strip():
         raise ValueError("`--out` (='') must name a folder")
     return [[name, value] for name, value in (BRIEF | dict(options.parameter) | asked).items()]
+
+
+def _standard(name: str) -> str:
+    """The value of `choices` for a format: the standard set that it can hold, if there is one."""
+    from compress.search.choices import STANDARD
+
+    name = _format(name)
+    return name if name in STANDARD else ""
 
 
 def _format(name: str) -> str:

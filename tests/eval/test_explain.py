@@ -1,0 +1,91 @@
+"""`workbench explain`: the parts of a decoding step, their bytes and times, and what is said of them."""
+
+import pytest
+import torch
+
+from compress import apply, load_model
+from compress.linear import sharing_copy
+from eval.speed.explain import Explanation, Part, StepTimes, explain
+from kernels import native
+from notebooks.batch.cli import main
+from tests.architectures import tiny_model
+
+RECIPE = "rtn(bits=4, group_size=32)"
+needs_step = pytest.mark.skipif(
+    native.why_not() is not None or native.isa(torch.bfloat16) == "portable", reason="no native step on this machine"
+)
+
+
+@needs_step
+def test_the_parts_of_a_step_have_the_bytes_of_the_model():
+    model, _ = load_model("tiny")
+    compressed = apply(RECIPE, sharing_copy(model)).model
+    found = explain({"16 bits": model, RECIPE: compressed}, prompt_tokens=24, new_tokens=4, rounds=2)
+    before, after = found.steps.values()
+    blocks = model.model.layers
+    wanted = {
+        "q, k, v": [m for b in blocks for m in (b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj)],
+        "o": [b.self_attn.o_proj for b in blocks],
+        "gate, up": [m for b in blocks for m in (b.mlp.gate_proj, b.mlp.up_proj)],
+        "down": [b.mlp.down_proj for b in blocks],
+        "head": [model.lm_head],
+    }
+    assert list(before.parts) == ["q, k, v", "attention", "o", "gate, up", "down", "head"]
+    for part, linears in wanted.items():
+        assert before.parts[part].bytes == sum(2 * one.weight.numel() for one in linears), part
+        assert (
+            after.parts[part].bytes == before.parts[part].bytes
+            if part == "head"
+            else (0.25 * before.parts[part].bytes < after.parts[part].bytes < 0.35 * before.parts[part].bytes)
+        )
+    assert before.parts["attention"].calls == len(blocks) and after.parts["gate, up"].kernels == ("int_matmul",)
+    for step in (before, after):
+        assert all(part.seconds > 0 and part.least > 0 for part in step.parts.values())
+        assert sum(part.seconds for part in step.parts.values()) < 1.5 * step.seconds
+    assert "Kept in 16 bits: head" in " ".join(found.sentences(RECIPE))
+
+
+def test_what_is_said_follows_from_the_times():
+    def step(mlp, head, whole, small=1.0):
+        parts = {
+            "gate, up": Part(100e6 * small, mlp, 10, ("int_matmul",), small * 5e-3),
+            "head": Part(50e6, head, 1, (), 2e-3),
+        }
+        return StepTimes(parts, whole)
+
+    found = Explanation(
+        {"16 bits": step(6e-3, 3e-3, 10e-3), "x": step(7e-3, 2.5e-3, 10e-3, small=0.25)}, 2e10, "a thing"
+    )
+    said = " ".join(found.sentences("x"))
+    assert "would decode 2.00 times as fast as in 16 bits; it decodes 1.00 times as fast: 10.00 ms" in said
+    assert "Kept in 16 bits: head, 2.50 ms (25 %)." in said and "Slower than in 16 bits: gate, up." in said
+    assert "is in gate, up: 7.00 ms for 25.0 MB, 18 % of the bandwidth; its limit is arithmetic." in said
+    assert "0.50 ms (5 %) lie between the steps" not in said and "These times are noisy: a thing." in said
+    assert Part(1, 1e-5, 1, (), 1e-6).bound == "waiting of threads" and Part(1, 1e-3, 1, (), 9e-4).bound == "memory"
+
+
+@needs_step
+def test_a_model_without_a_native_step_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="its parts cannot be timed, because it has no native step"):
+        explain({"16 bits": tiny_model("mamba").to(torch.bfloat16)}, prompt_tokens=8, new_tokens=2, rounds=1)
+
+
+@needs_step
+def test_the_table_of_parts_is_printed(capsys):
+    assert main(["explain", "tiny", RECIPE, "--rounds", "1", "--context", "16"]) == 0
+    said = capsys.readouterr().out
+    assert "gate, up" in said and "int_matmul" in said and "By the bytes that a token reads" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny", "snapkv"], "is of the cache"),
+        (["tiny", ""], "`recipe` (='') must name methods"),
+        (["tiny", RECIPE, "--context", "0"], "`--context` (=0) must be 1 or more"),
+        (["no/such folder", RECIPE], "MODEL"),
+    ],
+)
+def test_bad_input_is_refused_before_a_model_is_loaded(arguments, message, capsys):
+    assert main(["explain", *arguments]) == 2
+    assert message in capsys.readouterr().err
