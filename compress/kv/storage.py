@@ -12,6 +12,8 @@ from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode, merge_parts,
 from kernels.kv_decode.ranked import Ranked, kv_decode_ranked
 from kernels.step.cache_view import EVERY, CacheView, ReadPositions
 
+UNLIMITED = 1 << 30  # tokens
+
 
 class Slab(Held):
     """Keys and values of some kv heads, all rows of which end together: row (b, h) is positions starts[b, h] to
@@ -71,12 +73,20 @@ class Slab(Held):
             self._settle()
 
     @property
+    def free(self) -> int:
+        """Number of tokens that can be appended before a group becomes codes."""
+        held = self.precision
+        return UNLIMITED if held.bits == 16 else max(held.residual + held.group - 1 - self.k.length, 0)
+
+    @property
     def only_appends(self) -> bool:
         """Whether a token is appended unchanged, in a form that steps of decoding read, and fills no group of codes."""
-        held = self.precision
-        if not self.read_by_steps:
-            return False
-        return held.bits == 16 or (self.k.length + 1 - held.residual) // held.group <= 0
+        return self.read_by_steps and self.free > 0
+
+    def settle_ahead(self) -> None:
+        """Make the codes that the next token would make, unless it belongs to their group itself."""
+        if self.precision.residual:
+            self._settle(coming=1)
 
     def drop_last(self, count: int) -> None:
         """Forget the last positions, which must not be codes yet."""
@@ -135,10 +145,11 @@ class Slab(Held):
             return self.outwards(self.k.view[:, :, position - self.coded :])
         return self.dense()[0][:, :, position:]
 
-    def _settle(self) -> None:
-        """Turn whole groups into codes as soon as `residual` positions lie behind them."""
+    def _settle(self, coming: int = 0) -> None:
+        """Turn whole groups into codes as soon as `residual` positions lie behind them, of which some are still to
+        come."""
         held, scaled = self.precision, self.precision.scaled
-        full = (self.k.length - held.residual) // held.group * held.group
+        full = (self.k.length + coming - held.residual) // held.group * held.group
         if held.bits == 16 or full <= 0:
             return
         if scaled and self.factors is None:

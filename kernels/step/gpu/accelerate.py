@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels.step.decoder import ACCELERATION, STREAM, NotNative, hooked, state_of
+from kernels.step.decoder import ACCELERATION, STREAM, NotNative, attached_to, hooked, state_of
 from kernels.step.gpu.graphs import Graphs, GraphSteps
+from kernels.step.gpu.stored_steps import StoredSteps
 from kernels.step.writing.generate import generate
 
 
@@ -64,12 +65,12 @@ class GraphAcceleration:
             self._graphs, self._state = Graphs(self.model), now
         return self._graphs
 
-    def steps(self, cache: Any, batch: int) -> GraphSteps | None:
+    def steps(self, cache: Any, batch: int) -> GraphSteps | StoredSteps | None:
         """Steps behind a prompt that the model has read into a cache without padding; None: call the model instead."""
         before, self.why_not = self.why_not, self._why_not(cache)
         if not self.why_not:
             try:
-                return GraphSteps(self.graphs(), cache, batch)
+                return (StoredSteps if StoredSteps.take(cache) else GraphSteps)(self.graphs(), cache, batch)
             except NotNative as error:
                 self.why_not = str(error)
         if self.why_not != before:
@@ -78,9 +79,11 @@ class GraphAcceleration:
 
     def _why_not(self, cache: Any) -> str:
         """Why a graph would not do what the model does now; "" if it does. A graph holds neither Python nor modes."""
-        if not GraphSteps.take(cache):
+        stores = StoredSteps.take(cache)
+        if not stores and not GraphSteps.take(cache):
             return f"the cache ({type(cache).__name__}) holds more than the keys and values of each layer"
-        if (name := hooked(self.model, getattr(self.model, STREAM, None))) is not None:
+        known = getattr(self.model, STREAM, None), attached_to(self.model) if stores else None
+        if (name := hooked(self.model, *known)) is not None:
             return f"{name} has hooks"
         if self.model.training or torch.is_autocast_enabled(self.model.device.type):
             return "the model is in training mode" if self.model.training else "autocast is on"

@@ -1,0 +1,75 @@
+"""Layers whose content steps of decoding copy, so that they keep new tokens themselves for a while: see
+`kernels.step.cache.StoringCache`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+from compress.kv.layer import KVLayer
+from compress.kv.policy import Policy
+from compress.kv.storage import Slab
+from kernels.step.cache_view import StoredForm, StoredLayer
+
+BITS = (16, 8, 4)  # that kernels for GPUs read
+
+
+def why_policy_reads(policy: Policy | None) -> str:
+    """Why a policy must see every token when it is read; "" if it need not."""
+    if policy is None:
+        return ""
+    queries = policy.window and (policy.decoding or policy.runs_model)
+    if policy.at_every_pass or queries or policy.decoding and policy.remembers:
+        return f"{policy.name} reads the attention, the queries or the input of every token"
+    return ""
+
+
+def why_layers_differ(layers: Sequence[CacheLayerMixin]) -> str:
+    """Why the content of these layers cannot be copied for steps; "" if it can."""
+    for number, layer in enumerate(layers):
+        if not isinstance(layer, KVLayer):
+            if type(layer) is not DynamicSlidingWindowLayer or getattr(layer, "record_past", False):
+                return f"layer {number} of the cache ({type(layer).__name__}) holds more than keys and values"
+            continue
+        if not layer.slabs:
+            return f"layer {number} of the cache keeps no keys"
+        if why := next((why for slab in layer.slabs if (why := _why_not_read(slab))), ""):
+            return f"layer {number} of the cache holds {why}"
+    return ""
+
+
+def _why_not_read(slab: object) -> str:
+    """What a slab holds that steps on a GPU do not read."""
+    if not isinstance(slab, Slab):
+        return "positions in two precisions"
+    held = slab.precision
+    if not slab.as_they_came:
+        return "keys or values that are rotated, projected or scaled"
+    if held.by_token or held.scaled:
+        return "keys with a scale per position"
+    if held.bits not in BITS:
+        return f"codes of {held.bits} bits"
+    return f"values of {held.value_bits} bits" if held.value_bits not in (0, held.bits) else ""
+
+
+def stored_layer(layer: KVLayer, policy: Policy | None) -> StoredLayer:
+    """What a layer stores; codes that the next token would make are made now."""
+    held = layer.slabs[0].precision
+    form = StoredForm()
+    if held.bits < 16:
+        form = StoredForm(held.bits, held.group, held.float8, held.residual + held.group)
+    due = policy is not None and policy.decoding
+    until_due = max(layer.idle_until - 1 - layer.seen, 0) if due else None
+    if until_due != 0:
+        for slab in layer.slabs:
+            slab.settle_ahead()
+    free = min(slab.free for slab in layer.slabs)
+    parts = [(slab.kv(), slab.starts) for slab in layer.slabs]
+    return StoredLayer(form, parts, free if until_due is None else min(free, until_due))
+
+
+def append_read(layer: KVLayer, k: Tensor, v: Tensor) -> None:
+    """Append tokens that steps have read, k, v [B, H_kv, n, D], as passes of one token do where nothing else is due."""
+    layer.keep(k, v, torch.ones(len(k), k.shape[2], dtype=torch.bool, device=k.device), True)
+    layer.queries = layer.asked = None
