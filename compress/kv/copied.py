@@ -72,4 +72,3 @@ def stored_layer(layer: KVLayer, policy: Policy | None) -> StoredLayer:
 def append_read(layer: KVLayer, k: Tensor, v: Tensor) -> None:
     """Append tokens that steps have read, k, v [B, H_kv, n, D], as passes of one token do where nothing else is due."""
     layer.keep(k, v, torch.ones(len(k), k.shape[2], dtype=torch.bool, device=k.device), True)
-    layer.queries = layer.asked = None

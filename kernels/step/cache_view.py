@@ -74,10 +74,12 @@ class StoredForm(NamedTuple):
     float8: bool = False
     tail: int = 0
 
-    @property
-    def name(self) -> str:
-        """16, int8, int4 or fp8"""
-        return "16" if self.bits == 16 else "fp8" if self.float8 else f"int{self.bits}"
+    def coded(self, positions: int) -> int:
+        """How many of so many positions are codes, if none was evicted."""
+        if self.bits == 16:
+            return 0
+        residual = self.tail - self.group  # positions that stay in 16 bits, at least
+        return max(positions - residual, 0) // self.group * self.group
 
 
 class StoredLayer(NamedTuple):

@@ -1,5 +1,6 @@
 """Steps of decoding for a GPU behind compressed caches, run op by op on a CPU."""
 
+import json
 import re
 from collections import Counter
 
@@ -9,6 +10,8 @@ from transformers import StoppingCriteria
 
 from compress.kv import attach
 from compress.recipe import parse_recipe
+from kernels.harness.model import made, main, read_bytes
+from kernels.harness.model_cache import FORMS
 from kernels.step.gpu import stored_steps
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.gpu.graphs import Graphs, GraphStep
@@ -192,3 +195,20 @@ def test_an_interrupted_text_leaves_its_tokens_in_the_cache(tiny, tokens, small)
 def test_sizes_grow_by_shares_of_a_power_of_two():
     assert [places(n) for n in (1, 1024, 1025, 9000)] == [1024, 1024, 2048, 16384]
     assert [closer_places(n) for n in (1, 1024, 1025, 9000, 33024)] == [1024, 1024, 2048, 9216, 36864]
+
+
+def test_timed_steps_read_what_is_stored(tmp_path):
+    """In each form, the logits are the model's own for the same keys and values; fewer bits take fewer bytes."""
+    out = tmp_path / "model.jsonl"
+    main(["--toy", "--device", "cpu", "--kinds", "bfloat16", "--ways", "fused,own", "--batch", "2", "--no-roofline",
+          "--cache", ",".join(FORMS), "--out", str(out)])  # fmt: skip
+    lines = [line for line in map(json.loads, out.read_text().splitlines()) if "way" in line]
+    assert [(line["way"], line["cache"]) for line in lines] == [
+        *(("fused graph", cache) for cache in FORMS), ("own graph", "16")]  # fmt: skip
+    assert all(line["difference"] < 0.02 for line in lines)
+    weights = read_bytes(made("toy", "bfloat16", torch.device("cpu")), 0, 0, FORMS["16"])
+    sizes = {line["cache"]: line["least_bytes"] - weights for line in lines}
+    each = 2 * 2 * 2  # sequences, layers and heads, with 128 of 160 positions of 64 channels in codes
+    assert sizes == {"16": each * 160 * 256, "int8": each * (128 * (128 + 4) + 2 * 64 * 4 + 32 * 256),
+                     "int4": each * (128 * (64 + 4) + 2 * 64 * 4 + 32 * 256),
+                     "fp8": each * (128 * 128 + 2 * 8 + 32 * 256)}  # fmt: skip

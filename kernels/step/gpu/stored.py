@@ -165,8 +165,7 @@ class StoredBody(FusedBody):
         """The next token is read behind the first `held` positions, all of which the layers hold, if there is room."""
         self.seen(held)
         form, S, R = self.room
-        least = 0 if form.bits == 16 else form.tail - form.group  # positions that never are codes
-        coded = 0 if form.bits == 16 else min(S, max(held - least, 0) // form.group * form.group)
+        coded = min(form.coded(held), S)
         tail = min(held - coded, R - 1)
         for store in self.stores.values():
             store.starts.fill_(S - coded)
