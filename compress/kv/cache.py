@@ -8,7 +8,7 @@ were seen, kept or not. Layers with a sliding window are transformers' own and a
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, get_layer_types_
 
 from compress.kv.allocation import OF_ALL_LAYERS, of_layer
 from compress.kv.attention import attention, expect, expect_again, note_hidden, noted_hidden
-from compress.kv.copied import append_read, stored_layer, why_layers_differ, why_policy_reads
+from compress.kv.copied import append_read, stored_layers, why_layers_differ, why_policy_reads
 from compress.kv.growing import Growing, lend_window
 from compress.kv.layer import EXACT, KERNEL_TOKENS, KVLayer, packed
 from compress.kv.policy import Policy, Projecting, Storage, precisions_of
@@ -366,9 +366,9 @@ class CompressedCache(Cache):
             return "layers of the cache share what they store"
         return why_policy_reads(self.policy) or why_layers_differ(self.layers)
 
-    def stored(self, number: int) -> StoredLayer:
-        """What a layer stores, for such steps."""
-        return stored_layer(self.layers[number], self.policy)
+    def stored(self, numbers: Sequence[int]) -> list[StoredLayer]:
+        """What these layers store, for such steps."""
+        return stored_layers([self.layers[number] for number in numbers], self.policy)
 
     def note_read(self, ids: Tensor) -> None:
         """Remember tokens [B, 1] that such steps read, for a policy that reads the text again."""

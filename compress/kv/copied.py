@@ -2,6 +2,7 @@
 `kernels.step.cache.StoringCache`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from compress.kv.layer import KVLayer
 from compress.kv.policy import Policy
-from compress.kv.storage import Slab
+from compress.kv.precision import codes_of
+from compress.kv.storage import UNLIMITED, Slab
 from kernels.step.cache_view import StoredForm, StoredLayer
 
 BITS = (16, 8, 4)  # that kernels for GPUs read
@@ -53,20 +55,38 @@ def _why_not_read(slab: object) -> str:
     return f"values of {held.value_bits} bits" if held.value_bits not in (0, held.bits) else ""
 
 
-def stored_layer(layer: KVLayer, policy: Policy | None) -> StoredLayer:
-    """What a layer stores; codes that the next token would make are made now."""
-    held = layer.slabs[0].precision
-    form = StoredForm()
-    if held.bits < 16:
-        form = StoredForm(held.bits, held.group, held.float8, held.residual + held.group)
+def settle_ahead(slabs: Sequence[Slab]) -> None:
+    """Make the codes that the next token would make, but for groups to which it belongs itself. Slabs that are alike
+    make them together, which takes a GPU about as long as one of them alone."""
+    alike: dict[tuple[Any, ...], list[Slab]] = {}
+    for slab in slabs:
+        if 0 < (full := slab.full(coming=1)) <= slab.k.length:
+            k, v = slab.k.buffer, slab.v.buffer
+            shapes = *k.shape[:2], k.shape[3], v.shape[3], k.dtype, k.device
+            alike.setdefault((slab.precision, full, *shapes), []).append(slab)
+    for (held, full, batch, *_), those in alike.items():
+        assert not held.scaled, "the channels of such slabs are scaled when their own codes are made"
+        k = torch.cat([slab.k.view[:, :, :full] for slab in those])
+        v = torch.cat([slab.v.view[:, :, :full] for slab in those])
+        coded = zip(*(x.split(batch) for x in codes_of(k, v, held)[:4]), strict=True)
+        for slab, own in zip(those, coded, strict=True):
+            slab.take_codes(own if slab.codes else [x.clone() for x in own], full)
+
+
+def stored_layers(layers: Sequence[KVLayer], policy: Policy | None) -> list[StoredLayer]:
+    """What layers store; codes that the next token would make are made now, those of all layers together."""
     due = policy is not None and policy.decoding
-    until_due = max(layer.idle_until - 1 - layer.seen, 0) if due else None
-    if until_due != 0:
-        for slab in layer.slabs:
-            slab.settle_ahead()
-    free = min(slab.free for slab in layer.slabs)
-    parts = [(slab.kv(), slab.starts) for slab in layer.slabs]
-    return StoredLayer(form, parts, free if until_due is None else min(free, until_due))
+    until_due = [max(layer.idle_until - 1 - layer.seen, 0) if due else UNLIMITED for layer in layers]
+    slabs = [[slab for slab in layer.slabs if isinstance(slab, Slab)] for layer in layers]  # all are, as asked before
+    settle_ahead([slab for those, until in zip(slabs, until_due, strict=True) if until for slab in those])
+    found = []
+    for those, until in zip(slabs, until_due, strict=True):
+        held, free = those[0].precision, min(slab.free for slab in those)
+        form = StoredForm()
+        if held.bits < 16:
+            form = StoredForm(held.bits, held.group, held.float8, held.residual + held.group)
+        found.append(StoredLayer(form, [(slab.kv(), slab.starts) for slab in those], min(free, until)))
+    return found
 
 
 def append_read(layer: KVLayer, k: Tensor, v: Tensor) -> None:

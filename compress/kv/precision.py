@@ -8,6 +8,7 @@ from torch import Tensor
 
 from compress.kv.growing import Growing
 from kernels.hadamard import hadamard, widest_block
+from kernels.kv_decode import KV, quantize_kv, quantize_kv_float8
 
 MOST = 8  # a channel is scaled by a factor of at least 2 ** -MOST
 
@@ -130,6 +131,14 @@ class Held:
             return y
         values = self.projection.values
         return y @ values.repeat_interleave(y.shape[1] // len(values), 0).mT
+
+
+def codes_of(k: Tensor, v: Tensor, held: Precision) -> KV:
+    """Whole groups of positions, k, v [B, H, n, D], as codes."""
+    if held.float8:
+        return quantize_kv_float8(k, v, held.group, scale=held.scale)
+    how = {"value_bits": held.value_bits, "by_token": held.by_token, "symmetric": held.symmetric}
+    return quantize_kv(k, v, held.bits, held.group, **how)
 
 
 def outlier_factors(k: Tensor, starts: Tensor, count: int) -> Tensor:

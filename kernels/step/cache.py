@@ -81,8 +81,8 @@ class StoringCache(Protocol):
     def why_not_copied(self) -> str:
         """Why steps cannot work on copies of these layers; "" if they can."""
 
-    def stored(self, number: int) -> StoredLayer:
-        """What a layer stores, ready for the next token: groups that become codes before it is read are codes."""
+    def stored(self, numbers: Sequence[int]) -> list[StoredLayer]:
+        """What these layers store, ready for the next token: groups that become codes before it is read are codes."""
 
     def note_read(self, ids: Tensor) -> None:
         """A step reads these tokens, int64 [batch, 1], whose keys `append_new` will get."""

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels.step.cache import StoringCache
+from kernels.step.cache_view import StoredLayer
 from kernels.step.decoder import NotNative
 from kernels.step.gpu import sizes
 from kernels.step.gpu.graphs import Graphs, GraphStep, copy_in, copy_out
@@ -42,7 +43,7 @@ class StoredSteps:
         self._calls = Calls(graphs.model, cache, None, None)
         self._called = False  # did the model's own code read the last token?
         self._stopped = False  # is there no graph any more?
-        self._renew({number: cache.stored(number) for number in self._stored})
+        self._renew(self._now(self._stored))
         graphs.in_use = True
 
     @staticmethod
@@ -82,7 +83,7 @@ class StoredSteps:
         due = [number for number, until in self._until.items() if until == self._taken]
         for number in due:
             self._return(number)
-        layers = {number: self._cache.stored(number) for number in due}
+        layers = self._now(due)
         if not all(layer.free for layer in layers.values()):
             self._give_back()
             return False
@@ -93,12 +94,16 @@ class StoredSteps:
             self._stopped = True
         return not self._stopped
 
-    def _renew(self, layers: dict[int, Any]) -> None:
+    def _now(self, numbers: list[int]) -> dict[int, StoredLayer]:
+        """What these layers store now."""
+        return dict(zip(numbers, self._cache.stored(numbers), strict=True))
+
+    def _renew(self, layers: dict[int, StoredLayer]) -> None:
         """Copy these layers, and the others too if a larger graph is needed; without one, all are given back."""
         step = self._step
         if step is None or self._slot >= step.body.positions or not all(map(step.body.room.holds, layers.values())):
             self._give_back()
-            layers = {number: self._cache.stored(number) for number in self._stored}
+            layers = self._now(self._stored)
             step = self._graphs.step(self._batch, self._slot + sizes.SPARE, Room.of(list(layers.values())))
         if self._step is None:
             for number in self._windows:
