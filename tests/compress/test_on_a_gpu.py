@@ -158,7 +158,7 @@ def graph(name: str) -> None:
         assert largest is not None and not waits, f"the host waits in step {i}: {sorted(set(waits))}"
         wanted = model(token, past_key_values=own, use_cache=True).logits[:, -1].float()
         difference = float((steps.logits - wanted).norm() / wanted.norm())
-        assert difference < 0.05, f"the logits of step {i} differ by {difference:.2g}"
+        assert difference < 0.1, f"the logits of step {i} differ by {difference:.2g}"
     steps.finish()
     for one, two in zip(cache.own, own.own, strict=True):
         assert [(s.coded, s.length) for s in one.slabs] == [(s.coded, s.length) for s in two.slabs]
