@@ -46,8 +46,8 @@ def _why_not_read(slab: object) -> str:
     if not isinstance(slab, Slab):
         return "positions in two precisions"
     held = slab.precision
-    if not slab.as_they_came:
-        return "keys or values that are rotated, projected or scaled"
+    if slab.projection is not None:
+        return "keys and values that are projected"
     if held.by_token or held.scaled:
         return "keys with a scale per position"
     if held.bits not in BITS:
@@ -82,9 +82,10 @@ def stored_layers(layers: Sequence[KVLayer], policy: Policy | None) -> list[Stor
     found = []
     for those, until in zip(slabs, until_due, strict=True):
         held, free = those[0].precision, min(slab.free for slab in those)
-        form = StoredForm()
+        turned = held.rotates, held.rotates_values
+        form = StoredForm(16, 0, False, 0, *turned)
         if held.bits < 16:
-            form = StoredForm(held.bits, held.group, held.float8, held.residual + held.group)
+            form = StoredForm(held.bits, held.group, held.float8, held.residual + held.group, *turned)
         found.append(StoredLayer(form, [(slab.kv(), slab.starts) for slab in those], min(free, until)))
     return found
 

@@ -67,12 +67,15 @@ class StoredForm(NamedTuple):
         bits: of codes, 8 or 4; 16: nothing is quantised. float8: 8 bits are e4m3.
         group: number of positions that become codes together; 0 without codes.
         tail: largest number of positions in 16 bits behind the codes; 0 without codes, where all are in 16 bits.
+        turned_keys, turned_values: are they stored after `kernels.hadamard.hadamard_blocks`, in codes or not?
     """
 
     bits: int = 16
     group: int = 0
     float8: bool = False
     tail: int = 0
+    turned_keys: bool = False
+    turned_values: bool = False
 
     def coded(self, positions: int) -> int:
         """How many of so many positions are codes, if none was evicted."""

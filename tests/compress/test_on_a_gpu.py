@@ -52,6 +52,7 @@ GRAPHS = {  # recipes whose steps can be captured, also where a group becomes co
     "kv_int": ("llama", "kv_int(bits=4, group_size=32, residual=4)"), "kv_fp8": ("llama", "kv_fp8(group_size=32, residual=4)"),
     "streaming": ("llama", "streaming(budget=12)"), "kvzip": ("llama", "kvzip(budget=0.5), kv_int(bits=8, group_size=32)"),
     "heads apart": ("llama", "snapkv(budget=12, observed=4, allocation=ada), kv_int(bits=8, group_size=32, residual=4)"),
+    "rotated": ("llama", "kv_int(bits=4, group_size=32, residual=4, rotate_keys=True, rotate_values=True)"),
     "windows": ("gemma3_text", "kv_int(bits=4, group_size=32, residual=4)"),
 }  # fmt: skip
 WEIGHTS = [name for name, method in METHODS.items() if method.stage != "cache" and name not in OUTSIDE]

@@ -27,6 +27,8 @@ RECIPES = {  # the largest number of 149 steps that the model's own code takes
     "snapkv(budget=0.5, observed=4, allocation=ada), kv_int(bits=8, group_size=32, residual=4)": 0, "h2o(budget=12)": 0,
     "expected_attention(budget=0.5, future=16), kv_int(group_size=32)": 0, "tova(budget=24, allocation=pyramid)": 0,
     "keydiff(budget=0.5, decoding=True), kv_int(group_size=32, residual=4)": 20, "kvzip(budget=0.5), kv_int": 0,
+    "kv_int(group_size=32, rotate_keys=True)": 0, "kv_int(bits=8, group_size=32, residual=4, rotate_values=True)": 0,
+    "streaming(budget=0.5), kv_int(group_size=32, residual=0, rotate_keys=True, rotate_values=True)": 6,
 }  # fmt: skip
 
 
@@ -118,7 +120,7 @@ def test_layers_are_copied_where_they_change_alone(recipe, copies, tiny, tokens,
 
 @pytest.mark.parametrize(("recipe", "reason"), [
     ("quest(page=4, budget=12)", "quest reads a part of the positions"), ("kv_int(bits=2)", "holds codes of 2 bits"),
-    ("kv_int(rotate_keys=True)", "holds keys or values that are rotated"), ("xkv()", "share what they store"),
+    ("xkv()", "share what they store"),
     ("kv_int(bits=8, value_bits=4)", "holds values of 4 bits"), ("zipvl()", "holds positions in two precisions"),
     ("kv_int(keys=token)", "holds keys with a scale per position"),
     ("h2o(budget=12, decoding=True)", "h2o reads the attention, the queries or the input of every token"),

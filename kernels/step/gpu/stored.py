@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.capability import too_old
+from kernels.hadamard import hadamard_blocks
 from kernels.kv_decode import KV, kv_decode
 from kernels.step.cache_view import StoredForm, StoredLayer
 from kernels.step.decoder import DecoderBlock, NotNative
@@ -58,16 +59,20 @@ class LayerStore:
         kv: all of it, as `kv_decode` reads it.
         starts: int32 [batch, kv heads], the first position of each row in `kv`; used: the number of its positions.
         ends: the same, number of positions in 16 bits in use.
+        written: where steps write new keys and values; the tail of `kv` has them, too, in the form of what is stored.
     """
 
     def __init__(self, room: Room, keys: Tensor, values: Tensor, ends: Tensor, used: Tensor) -> None:
         """keys, values: [batch, kv heads, room.tail, channels], for positions in 16 bits."""
-        self.room, self.tail, self.ends, self.used = room, (keys, values), ends, used
+        self.room, self.written, self.ends, self.used = room, (keys, values), ends, used
+        form = room.form
+        keys = torch.zeros_like(keys) if form.turned_keys else keys
+        self.tail = keys, torch.zeros_like(values) if form.turned_values else values
         self.starts = torch.zeros_like(ends)
         self.parts: list[tuple[slice, int]] = []  # heads whose rows end together, and their number of 16-bit positions
-        form, S, (batch, heads, _, D) = room.form, room.codes, keys.shape
+        S, (batch, heads, _, D) = room.codes, keys.shape
         if form.bits == 16:
-            self.kv = KV(keys, values)
+            self.kv = KV(*self.tail)
             return
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -79,7 +84,7 @@ class LayerStore:
         kinds = torch.float32 if form.float8 else torch.bfloat16
         k, v = (zeros(*shape, dtype=torch.uint8) for shape in codes)
         params = (zeros(*shape, dtype=kinds) for shape in scales)
-        self.kv = KV(k, v, *params, keys, values, form.bits, form.group)
+        self.kv = KV(k, v, *params, *self.tail, form.bits, form.group)
 
     def fill(self, stored: StoredLayer) -> None:
         """Copy what a layer stores, for which there must be room."""
@@ -99,8 +104,15 @@ class LayerStore:
 
     def new(self, count: int) -> tuple[Tensor, Tensor]:
         """Copies of the keys and values that the steps since `fill` have written, `count` of them."""
-        of = [[x[:, heads, tail : tail + count] for heads, tail in self.parts] for x in self.tail]
+        of = [[x[:, heads, tail : tail + count] for heads, tail in self.parts] for x in self.written]
         return torch.cat(of[0], 1), torch.cat(of[1], 1)
+
+    def turn(self) -> None:
+        """Bring the newest position into the form of what is stored."""
+        for written, tail in zip(self.written, self.tail, strict=True):
+            if tail is not written:
+                at = (self.ends.long() - 1)[..., None, None].expand(-1, -1, 1, tail.shape[3])
+                tail.scatter_(2, at, hadamard_blocks(written.gather(2, at)))
 
     @property
     def free(self) -> int:
@@ -152,10 +164,11 @@ class StoredBody(FusedBody):
             return super().attend(block, qkv, keys, values, starts)
         length, tables = self.lengths[block.kv_heads], self.tables[block.kind]
         norms = block.query_norm, block.key_norm
-        q = turn_and_store(qkv, tables, length, norms, keys, values, ends=store.ends)
-        return kv_decode(
-            q[:, :, None], store.kv, store.used, starts=store.starts, scale=block.scale, softcap=block.softcap or None
-        )
+        q = turn_and_store(qkv, tables, length, norms, keys, values, ends=store.ends)[:, :, None]
+        store.turn()
+        form, about = self.room.form, {"scale": block.scale, "softcap": block.softcap or None}
+        y = kv_decode(hadamard_blocks(q) if form.turned_keys else q, store.kv, store.used, starts=store.starts, **about)
+        return hadamard_blocks(y) if form.turned_values else y
 
     def seen(self, tokens: int) -> None:
         """The next token is read behind this number of tokens; what the layers hold does not change."""
