@@ -373,9 +373,9 @@ class CompressedCache(Cache):
     def note_read(self, ids: Tensor) -> None:
         """Remember tokens [B, 1] that such steps read, for a policy that reads the text again."""
         if self.policy is not None and self.policy.runs_model:
-            self.mask = None
             self.ids.append(ids.clone())
             self.masks.append(torch.ones_like(ids).bool())
+            self.mask = None if self.mask is None else torch.cat([self.mask, self.masks[-1]], 1)
 
     def append_new(self, number: int, k: Tensor, v: Tensor) -> None:
         """Append the tokens that such steps have read, k, v [B, H_kv, n, D], to a layer."""

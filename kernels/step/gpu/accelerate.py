@@ -1,11 +1,12 @@
 """`accelerate` on a GPU: the decoding steps of `generate` as CUDA graphs."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kernels.step.decoder import ACCELERATION, STREAM, NotNative, attached_to, hooked, state_of
 from kernels.step.gpu.graphs import Graphs, GraphSteps
@@ -67,14 +68,25 @@ class GraphAcceleration:
 
     def steps(self, cache: Any, batch: int) -> GraphSteps | StoredSteps | None:
         """Steps behind a prompt that the model has read into a cache without padding; None: call the model instead."""
+        kind = StoredSteps if StoredSteps.take(cache) else GraphSteps
+        return self._steps(cache, lambda graphs: kind(graphs, cache, batch))
+
+    def padded_steps(self, cache: Any, mask: Tensor | None, positions: Tensor) -> StoredSteps | None:
+        """Steps behind sequences of different lengths in a cache that leaves padding out: the mask and the positions
+        of the prompt, [batch, tokens]; None: call the model instead."""
+        if not StoredSteps.take(cache):
+            return None
+        return self._steps(cache, lambda graphs: StoredSteps(graphs, cache, len(positions), mask, positions))
+
+    def _steps(self, cache: Any, made: Callable[[Graphs], GraphSteps | StoredSteps]) -> GraphSteps | StoredSteps | None:
         before, self.why_not = self.why_not, self._why_not(cache)
         if not self.why_not:
             try:
-                return (StoredSteps if StoredSteps.take(cache) else GraphSteps)(self.graphs(), cache, batch)
+                return made(self.graphs())
             except NotNative as error:
                 self.why_not = str(error)
         if self.why_not != before:
-            warnings.warn(f"steps are taken without a CUDA graph: {self.why_not}", stacklevel=2)
+            warnings.warn(f"steps are taken without a CUDA graph: {self.why_not}", stacklevel=3)
         return None
 
     def _why_not(self, cache: Any) -> str:

@@ -170,9 +170,12 @@ class StoredBody(FusedBody):
         y = kv_decode(hadamard_blocks(q) if form.turned_keys else q, store.kv, store.used, starts=store.starts, **about)
         return hadamard_blocks(y) if form.turned_values else y
 
-    def seen(self, tokens: int) -> None:
-        """The next token is read behind this number of tokens; what the layers hold does not change."""
+    def seen(self, tokens: int, padding: Tensor | None = None) -> None:
+        """The next token is read behind this number of tokens, of which some may be padding, int32 [batch]; what the
+        layers hold does not change."""
         super().at(tokens)
+        for length in self.lengths.values() if padding is not None else ():
+            length.sub_(padding[:, None])
 
     def at(self, held: int) -> None:
         """The next token is read behind the first `held` positions, all of which the layers hold, if there is room."""

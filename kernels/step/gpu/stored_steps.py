@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kernels.step.cache import StoringCache
@@ -22,8 +23,19 @@ class StoredSteps:
     attend itself (a policy evicts), the model's own code reads the token. `finish` gives everything back.
     """
 
-    def __init__(self, graphs: Graphs, cache: StoringCache, batch: int) -> None:
-        """Raises NotNative if there is no graph of this size, or if the cache does not allow copies."""
+    def __init__(
+        self,
+        graphs: Graphs,
+        cache: StoringCache,
+        batch: int,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> None:
+        """mask, positions: those of the prompt, [batch, tokens], if its sequences begin at different positions.
+
+        Raises:
+            NotNative: there is no graph of this size, or the cache does not allow copies.
+        """
         if why := cache.why_not_copied():
             raise NotNative(why)
         if graphs.why_not_fused:
@@ -36,11 +48,15 @@ class StoredSteps:
         odd = [n for n, window in graphs.layers if bool(window) != getattr(cache.layers[n], "is_sliding", False)]
         if odd:
             raise NotNative(f"layer {odd[0]} and its cache do not agree on whether there is a window")
+        self._padding = None if positions is None else (self._slot - 1 - positions[:, -1]).to(torch.int32)
+        if self._padding is not None and int(self._padding.min()) < 0:
+            raise NotNative("positions lie behind the tokens of the cache")
         self._step: GraphStep | None = None
         self._taken = 0  # steps so far, by graphs
         self._since = dict.fromkeys(self._stored, 0)  # the steps before a layer was copied
         self._until = dict.fromkeys(self._stored, 0)  # and before it must be copied again
-        self._calls = Calls(graphs.model, cache, None, None)
+        self._calls = Calls(graphs.model, cache, mask, positions)
+        self._uncalled = 0  # steps since the last of these calls
         self._called = False  # did the model's own code read the last token?
         self._stopped = False  # is there no graph any more?
         self._renew(self._now(self._stored))
@@ -56,13 +72,14 @@ class StoredSteps:
         has read them."""
         self._called = self._taken == min(self._until.values()) and not self._prepare()
         if self._called:
+            self._calls.advance(self._uncalled)
             self._calls(tokens)
-            self._slot += 1
+            self._slot, self._uncalled = self._slot + 1, 0
             return None
         self._step.tokens.copy_(tokens)
         self._step()
         self._cache.note_read(tokens)
-        self._taken, self._slot = self._taken + 1, self._slot + 1
+        self._taken, self._slot, self._uncalled = self._taken + 1, self._slot + 1, self._uncalled + 1
         return self._step.tokens.clone()
 
     @property
@@ -109,7 +126,7 @@ class StoredSteps:
             for number in self._windows:
                 copy_in(self._cache.layers[number], self._room(step, number), self._slot)
         self._step = step
-        step.body.seen(self._slot)
+        step.body.seen(self._slot, self._padding)
         for number, layer in layers.items():
             store = step.body.stores[number]
             store.fill(layer)

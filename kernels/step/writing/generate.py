@@ -107,7 +107,11 @@ def decode(
     choice = choice_of(logits_processor, config.do_sample, *kept)
     text = _Text(input_ids, stopping_criteria, config._pad_token_tensor, streamer)
     at_one_place = mask is None and (positions is None or bool((positions[:, -1] == cache.get_seq_length() - 1).all()))
-    steps = model.acceleration.steps(cache, len(input_ids)) if at_one_place else None
+    steps = None
+    if at_one_place:
+        steps = model.acceleration.steps(cache, len(input_ids))
+    elif positions is not None and getattr(cache, "knows_padding", False):
+        steps = model.acceleration.padded_steps(cache, mask, positions)
     steps = steps or Calls(model, cache, mask, positions)
     try:
         tokens = text.append(choice(text.ids, logits), choice.scores)
@@ -185,12 +189,16 @@ class Calls:
         self._model, self._cache, self._mask, self._positions = model, cache, mask, positions
         self.logits = torch.empty(0)  # float32 [batch, vocabulary], of the last step
 
+    def advance(self, count: int) -> None:
+        """Note that each sequence gets further tokens, which are no padding."""
+        if self._mask is not None:
+            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), count)], 1)
+        if self._positions is not None:
+            self._positions = self._positions[:, -1:] + count
+
     def __call__(self, tokens: Tensor) -> None:
         """Read one more token per sequence, int64 [batch, 1]."""
-        if self._mask is not None:
-            self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
-        if self._positions is not None:
-            self._positions = self._positions[:, -1:] + 1
+        self.advance(1)
         outputs = self._model(
             input_ids=tokens, attention_mask=self._mask, position_ids=self._positions, past_key_values=self._cache,
             use_cache=True, logits_to_keep=1,
