@@ -106,13 +106,7 @@ def decode(
     kept = bool(returns and config.output_scores), bool(returns and config.output_logits)
     choice = choice_of(logits_processor, config.do_sample, *kept)
     text = _Text(input_ids, stopping_criteria, config._pad_token_tensor, streamer)
-    at_one_place = mask is None and (positions is None or bool((positions[:, -1] == cache.get_seq_length() - 1).all()))
-    steps = None
-    if at_one_place:
-        steps = model.acceleration.steps(cache, len(input_ids))
-    elif positions is not None and getattr(cache, "knows_padding", False):
-        steps = model.acceleration.padded_steps(cache, mask, positions)
-    steps = steps or Calls(model, cache, mask, positions)
+    steps = _steps(model, cache, len(input_ids), mask, positions) or Calls(model, cache, mask, positions)
     try:
         tokens = text.append(choice(text.ids, logits), choice.scores)
         while text.continues:
@@ -127,6 +121,15 @@ def decode(
         return text.ids
     scores, raw = choice.scores if kept[0] else None, choice.logits if kept[1] else None
     return GenerateDecoderOnlyOutput(sequences=text.ids, scores=scores, logits=raw, past_key_values=cache)
+
+
+def _steps(model: nn.Module, cache: Any, batch: int, mask: Tensor | None, positions: Tensor | None) -> Any:
+    """Fast steps behind a prompt with this mask and these positions, [batch, tokens]; None: there are none."""
+    if mask is None and (positions is None or bool((positions[:, -1] == cache.get_seq_length() - 1).all())):
+        return model.acceleration.steps(cache, batch)
+    if positions is not None and getattr(cache, "knows_padding", False):
+        return model.acceleration.padded_steps(cache, mask, positions)
+    return None
 
 
 class _Text:
