@@ -22,13 +22,14 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, get_layer_types_
 
 from compress.kv.allocation import OF_ALL_LAYERS, of_layer
 from compress.kv.attention import attention, expect, expect_again, note_hidden, noted_hidden
-from compress.kv.copied import append_read, stored_layers, why_layers_differ, why_policy_reads
-from compress.kv.growing import Growing, lend_window
+from compress.kv.growing import Growing
 from compress.kv.layer import EXACT, KERNEL_TOKENS, KVLayer, packed
 from compress.kv.policy import Policy, Projecting, Storage, precisions_of
 from compress.kv.reading.method import Reading
 from compress.kv.reading.reader import Reader
 from compress.kv.rotation import learned_rotations, turn_of
+from compress.kv.steps.copied import append_read, stored_layers, why_layers_differ, why_policy_reads
+from compress.kv.steps.windows import lend_window
 from compress.kv.storage import joined, slabs_of
 from compress.kv.support import keeping_layers, storing_layers
 from kernels.step.cache import NewTokens
