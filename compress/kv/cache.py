@@ -8,7 +8,7 @@ were seen, kept or not. Layers with a sliding window are transformers' own and a
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,16 +22,18 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, get_layer_types_
 
 from compress.kv.allocation import OF_ALL_LAYERS, of_layer
 from compress.kv.attention import attention, expect, expect_again, note_hidden, noted_hidden
-from compress.kv.growing import Growing, lend_window
+from compress.kv.growing import Growing
 from compress.kv.layer import EXACT, KERNEL_TOKENS, KVLayer, packed
 from compress.kv.policy import Policy, Projecting, Storage, precisions_of
 from compress.kv.reading.method import Reading
 from compress.kv.reading.reader import Reader
 from compress.kv.rotation import learned_rotations, turn_of
+from compress.kv.steps.copied import append_read, stored_layers, why_layers_differ, why_policy_reads
+from compress.kv.steps.windows import lend_window
 from compress.kv.storage import joined, slabs_of
 from compress.kv.support import keeping_layers, storing_layers
 from kernels.step.cache import NewTokens
-from kernels.step.cache_view import CacheView
+from kernels.step.cache_view import CacheView, StoredLayer
 
 INTERVAL = 8  # while text is generated, evict after this number of tokens, or an eighth of the budget
 # Attributes that a copy of an observing cache's layer does not share with it.
@@ -354,6 +356,31 @@ class CompressedCache(Cache):
         ):
             return None
         return layer.lend() if self.reader is None else self.reader.lend(layer)
+
+    def why_not_copied(self) -> str:
+        """Why steps of decoding cannot work on copies of the layers, as `kernels.step.cache.StoringCache`."""
+        if self.observes or self.paused or self.listener is not None or not self.by_kernel:
+            return "the cache is observed"
+        if self.reader is not None:
+            return f"{self.reader.reading.name} reads a part of the positions"
+        if self._joining or self._storing:
+            return "layers of the cache share what they store"
+        return why_policy_reads(self.policy) or why_layers_differ(self.layers)
+
+    def stored(self, numbers: Sequence[int]) -> list[StoredLayer]:
+        """What these layers store, for such steps."""
+        return stored_layers([self.layers[number] for number in numbers], self.policy)
+
+    def note_read(self, ids: Tensor) -> None:
+        """Remember tokens [B, 1] that such steps read, for a policy that reads the text again."""
+        if self.policy is not None and self.policy.runs_model:
+            self.ids.append(ids.clone())
+            self.masks.append(torch.ones_like(ids).bool())
+            self.mask = None if self.mask is None else torch.cat([self.mask, self.masks[-1]], 1)
+
+    def append_new(self, number: int, k: Tensor, v: Tensor) -> None:
+        """Append the tokens that such steps have read, k, v [B, H_kv, n, D], to a layer."""
+        append_read(self.layers[number], k, v)
 
     def _attend(
         self,

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from compress.kv.growing import Growing
-from kernels.hadamard import hadamard, widest_block
+from kernels.hadamard import hadamard_blocks
+from kernels.kv_decode import KV, quantize_kv, quantize_kv_float8
 
 MOST = 8  # a channel is scaled by a factor of at least 2 ** -MOST
 
@@ -62,15 +63,11 @@ class Precision(NamedTuple):
         H is the normalised Hadamard rotation of D channels, or of the widest divisor of D that has a matrix, block by
         block. It is its own inverse, and q H · k H = q · k.
         """
-        return _rotated(x) if self.rotates else x
+        return hadamard_blocks(x) if self.rotates else x
 
     def values_turned(self, v: Tensor) -> Tensor:
         """Values [..., D] or their sums in the form of kept values, or back from it: Σ p (v H) = (Σ p v) H."""
-        return _rotated(v) if self.rotates_values else v
-
-
-def _rotated(x: Tensor) -> Tensor:
-    return hadamard(x.unflatten(-1, (-1, widest_block(x.shape[-1])))).view(x.shape)
+        return hadamard_blocks(v) if self.rotates_values else v
 
 
 class Held:
@@ -130,6 +127,14 @@ class Held:
             return y
         values = self.projection.values
         return y @ values.repeat_interleave(y.shape[1] // len(values), 0).mT
+
+
+def codes_of(k: Tensor, v: Tensor, held: Precision) -> KV:
+    """Whole groups of positions, k, v [B, H, n, D], as codes."""
+    if held.float8:
+        return quantize_kv_float8(k, v, held.group, scale=held.scale)
+    how = {"value_bits": held.value_bits, "by_token": held.by_token, "symmetric": held.symmetric}
+    return quantize_kv(k, v, held.bits, held.group, **how)
 
 
 def outlier_factors(k: Tensor, starts: Tensor, count: int) -> Tensor:

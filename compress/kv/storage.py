@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from compress.kv.growing import Growing
-from compress.kv.precision import Held, Precision, outlier_factors
-from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode, merge_parts, quantize_kv, quantize_kv_float8
+from compress.kv.precision import Held, Precision, codes_of, outlier_factors
+from kernels.kv_decode import KV, Listed, dequantize_kv, kv_decode, merge_parts
 from kernels.kv_decode.ranked import Ranked, kv_decode_ranked
 from kernels.step.cache_view import EVERY, CacheView, ReadPositions
+
+UNLIMITED = 1 << 30  # tokens
 
 
 class Slab(Held):
@@ -71,12 +73,15 @@ class Slab(Held):
             self._settle()
 
     @property
+    def free(self) -> int:
+        """Number of tokens that can be appended before a group becomes codes."""
+        held = self.precision
+        return UNLIMITED if held.bits == 16 else max(held.residual + held.group - 1 - self.k.length, 0)
+
+    @property
     def only_appends(self) -> bool:
         """Whether a token is appended unchanged, in a form that steps of decoding read, and fills no group of codes."""
-        held = self.precision
-        if not self.read_by_steps:
-            return False
-        return held.bits == 16 or (self.k.length + 1 - held.residual) // held.group <= 0
+        return self.read_by_steps and self.free > 0
 
     def drop_last(self, count: int) -> None:
         """Forget the last positions, which must not be codes yet."""
@@ -135,26 +140,28 @@ class Slab(Held):
             return self.outwards(self.k.view[:, :, position - self.coded :])
         return self.dense()[0][:, :, position:]
 
+    def full(self, coming: int = 0) -> int:
+        """Number of positions in whole groups that have `residual` positions behind them, of which some are still to
+        come."""
+        held = self.precision
+        return 0 if held.bits == 16 else max(self.k.length + coming - held.residual, 0) // held.group * held.group
+
     def _settle(self) -> None:
         """Turn whole groups into codes as soon as `residual` positions lie behind them."""
-        held, scaled = self.precision, self.precision.scaled
-        full = (self.k.length - held.residual) // held.group * held.group
-        if held.bits == 16 or full <= 0:
+        if not (full := self.full()):
             return
-        if scaled and self.factors is None:
-            factors = outlier_factors(self.k.view, self.starts, scaled)
+        if self.precision.scaled and self.factors is None:
+            factors = outlier_factors(self.k.view, self.starts, self.precision.scaled)
             self.k, self.factors = Growing(self.k.view * factors.to(self.k.buffer.dtype)), Growing(factors)
-        k, v = (one.view[:, :, :full] for one in (self.k, self.v))
-        if held.float8:
-            coded = quantize_kv_float8(k, v, held.group, scale=held.scale)
-        else:
-            how = {"value_bits": held.value_bits, "by_token": held.by_token, "symmetric": held.symmetric}
-            coded = quantize_kv(k, v, held.bits, held.group, **how)
+        self.take_codes(codes_of(self.k.view[:, :, :full], self.v.view[:, :, :full], self.precision)[:4], full)
+
+    def take_codes(self, coded: Sequence[Tensor], full: int) -> None:
+        """Put codes (keys, values and the scales of both) in the place of the first `full` positions that are none."""
         if self.codes:
-            for one, more in zip(self.codes, coded[:4], strict=True):
+            for one, more in zip(self.codes, coded, strict=True):
                 one.append(more)
         else:
-            self.codes = [Growing(more, 1) for more in coded[:4]]  # keys, values, and their scales: some count groups
+            self.codes = [Growing(more, 1) for more in coded]  # some count positions, others groups
         self.k, self.v = Growing(self.k.view[:, :, full:].clone()), Growing(self.v.view[:, :, full:].clone())
 
 

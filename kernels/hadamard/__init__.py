@@ -58,6 +58,11 @@ def widest_block(n: int, most: int = 0) -> int:
     return next(d for d in range(min(n, most or n), 0, -1) if n % d == 0 and base(d))
 
 
+def hadamard_blocks(x: Tensor) -> Tensor:
+    """x [..., n] times H / sqrt(m) in blocks of the widest divisor m of n that has a matrix; its own inverse."""
+    return hadamard(x.unflatten(-1, (-1, widest_block(x.shape[-1])))).view(x.shape)
+
+
 def hadamard_matrix(n: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
     """H [n, n] of ±1, symmetric, H H = n I: Paley's matrix of order `base(n)`, doubled by Sylvester's rule.
 

@@ -9,10 +9,13 @@ JSON line for each figure:
     kind        of the stored weights: "bfloat16" (nothing is rounded), "int4" (groups of 128), "int8", "fp8", "w4a8"
     way         "fused graph", "own graph", "own code", "compiled" (torch.compile, mode reduce-overhead), "generate"
                 (`accelerate`d, 512 tokens read, 128 written), "generate, transformers", "prompt"
+    cache       how positions are stored: "16" (bits), or, for the way "fused graph", "int8", "int4" or "fp8": groups of
+                64 in codes, and the last 32 or more in 16 bits, as `kv_int` and `kv_fp8` store them
     batch, context   sequences, and positions in the cache before the first step that is timed
     seconds, low, high   of a step: median and quartiles over the rounds; of a prompt: of all its tokens
     tokens_per_s     of all sequences together
-    least_bytes      of weights and cache that a step reads; roofline: their time at the bandwidth of a copy, as a share
+    least_bytes      of stored weights and cache that a step reads
+    roofline         the time of these bytes at the bandwidth of a copy, as a share of the step's
     difference       relative difference of the step's logits from the model's own code; null: not compared
     how              what the step is made of, or why it is not fused
     error            in place of the figures, if something failed
@@ -24,7 +27,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,11 +36,15 @@ import transformers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from kernels.harness.model_cache import FORMS, cache_bytes, fill_random, held_positions
 from kernels.harness.roofline import environment, measure
 from kernels.int_matmul import Packed, int_matmul, pack
+from kernels.step.cache_view import StoredForm
+from kernels.step.gpu import sizes
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.gpu.body import OwnBody
 from kernels.step.gpu.graphs import Graphs, GraphStep
+from kernels.step.gpu.stored import Room
 from kernels.support.errors import kind_and_first_line
 from kernels.w4a8_matmul import w4a8_matmul
 from kernels.w8a8_matmul import W8, quantize_weight, w8a8_matmul
@@ -139,13 +146,14 @@ def made(shape: str, kind: str, device: torch.device, seed: int = 0) -> PreTrain
     return model
 
 
-def read_bytes(model: PreTrainedModel, batch: int, context: int) -> int:
-    """Bytes of weights, without the embedding's, and of keys and values that a step reads."""
+def read_bytes(model: PreTrainedModel, batch: int, context: int, form: StoredForm) -> int:
+    """Bytes of weights, without the embedding's, and of stored keys and values that a step reads."""
     weights = sum(m.nbytes for m in model.modules() if isinstance(m, RoundedLinear))
     weights += sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear))
     config = model.config
     channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return weights + 4 * batch * context * config.num_hidden_layers * config.num_key_value_heads * channels
+    heads = batch * config.num_hidden_layers * config.num_key_value_heads
+    return weights + heads * cache_bytes(form, context, channels)
 
 
 class ModelTiming:
@@ -233,44 +241,53 @@ class ModelRun:
     def _steps(self, batch: int, context: int) -> None:
         """Steps behind `context` positions of random keys and values."""
         places, contestants, about = context + STEPS + 1, {}, {}
-        for kind in self.options.kinds:
-            for way in ("fused", "own", "eager", "compiled"):
-                if way not in self.options.ways or (way != "fused" and kind not in self.options.others):
-                    continue
-                try:
-                    name = {"fused": "fused graph", "own": "own graph", "eager": "own code"}.get(way, way)
-                    step, difference = self._step(kind, way, batch, places, context)
-                    contestants[f"{kind}|{name}"] = self._several(step, context)
-                    about[f"{kind}|{name}"] = difference, self._how(kind, way)
-                except Exception as error:
-                    self.write(kind=kind, way=way, batch=batch, context=context, error=kind_and_first_line(error))
+        for kind, way, cache in self._contestants():
+            try:
+                name = {"fused": "fused graph", "own": "own graph", "eager": "own code"}.get(way, way)
+                step, difference = self._step(kind, way, cache, batch, places, context)
+                contestants[f"{kind}|{name}|{cache}"] = self._several(step, context)
+                about[f"{kind}|{name}|{cache}"] = difference, self._how(kind, way)
+            except Exception as error:
+                where = {"kind": kind, "way": way, "cache": cache, "batch": batch, "context": context}
+                self.write(**where, error=kind_and_first_line(error))
         for key, times in self.timing.seconds(contestants).items():
-            kind, name = key.split("|")
-            least = read_bytes(self.models[kind], batch, context)
+            kind, name, cache = key.split("|")
+            least = read_bytes(self.models[kind], batch, context, FORMS[cache])
             self._line(kind, name, batch, context, [t / STEPS for t in times], batch, least,
-                       difference=about[key][0], how=about[key][1])  # fmt: skip
+                       cache=cache, difference=about[key][0], how=about[key][1])  # fmt: skip
         for graphs in self.graphs.values():
             graphs.clear()
 
-    def _step(self, kind: str, way: str, batch: int, places: int, context: int) -> tuple[Any, float | None]:
+    def _contestants(self) -> Iterator[tuple[str, str, str]]:
+        """Kind of weights, way, and cache."""
+        for kind in self.options.kinds:
+            if "fused" in self.options.ways:
+                yield from ((kind, "fused", cache) for cache in self.options.cache)
+            if kind in self.options.others:
+                yield from ((kind, way, "16") for way in ("own", "eager", "compiled") if way in self.options.ways)
+
+    def _step(self, kind: str, way: str, cache: str, batch: int, places: int, context: int) -> tuple[Any, float | None]:
         """A step, and the relative difference of its logits from the model's own code."""
         if way in ("fused", "own"):
-            step = self._graphs(kind, way == "fused").step(batch, places)
-            _fill(step.body)
+            form, room = FORMS[cache], None
+            if form.bits < 16:
+                room = Room(form, sizes.closer_places(places), form.tail + STEPS)
+            step = self._graphs(kind, way == "fused").step(batch, places, room)
+            fill_random(step.body)
             return step, self._difference(step, kind, context)
         body = OwnBody(self.models[kind], batch, places)
-        _fill(body)
+        fill_random(body)
         if way == "compiled":
             body.model = torch.compile(body.model, mode="reduce-overhead", dynamic=False)
         return GraphStep(body, capture=False), None
 
     def _difference(self, step: GraphStep, kind: str, context: int) -> float:
         own = OwnBody(self.models[kind], step.body.batch, step.body.positions)
-        for there, here in zip(own.rooms(), step.body.rooms(), strict=True):
-            for a, b in zip(there, here, strict=True):
-                a.copy_(b)
-        tokens = torch.randint(0, own.model.config.vocab_size, (own.batch, 1), device=self.device)
         step.at(context), own.at(context)
+        for number, there in enumerate(own.rooms()):
+            for a, b in zip(there, held_positions(step.body, number, context), strict=True):
+                a[:, :, :context] = b
+        tokens = torch.randint(0, own.model.config.vocab_size, (own.batch, 1), device=self.device)
         step.tokens.copy_(tokens)
         step()
         found, wanted = step.logits.float(), own(tokens).float()
@@ -336,17 +353,13 @@ def _writes(model: PreTrainedModel, batch: int, context: int) -> Callable[[int],
     return write
 
 
-def _fill(body: Any) -> None:
-    """Random keys and values: zeros would be faster."""
-    for keys, values in body.rooms():
-        keys.normal_(), values.normal_()
-
-
 def _sentence(line: dict[str, Any]) -> str:
     if "environment" in line:
         gpu = line["environment"]["gpu"]
         return f"{gpu['name'] if gpu else line['environment']['cpu']}, transformers {line['transformers']}"
-    head = f"{line.get('kind', ''):<9} {line.get('way', ''):<23} batch {line['batch']:<3} context {line['context']:<6}"
+    stored = "" if line.get("cache") in (None, "16") else f", {line['cache']} cache"
+    way = line.get("way", "") + stored
+    head = f"{line.get('kind', ''):<9} {way:<23} batch {line['batch']:<3} context {line['context']:<6}"
     if "error" in line:
         return f"{head} {line['error']}"
     roofline = f"{line['roofline']:.0%} of a copy's rate" if line["roofline"] else ""
@@ -382,6 +395,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kinds", default="bfloat16,int4", help=f"of stored weights: {', '.join(KINDS)}")
     parser.add_argument("--ways", default="fused,own,generate", help=f"{', '.join(WAYS)}")
     parser.add_argument("--others", default="bfloat16", help="kinds that are also timed in other ways than fused")
+    parser.add_argument("--cache", default="16", help=f"of the way `fused`: {', '.join(FORMS)}")
     parser.add_argument("--batch", default="1,16,64", help="numbers of sequences")
     parser.add_argument("--context", default="960", help="positions in the cache")
     parser.add_argument("--prompt", default="2048", help="tokens of the prompt that is timed")
@@ -399,9 +413,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options.kinds = _named(options.kinds, KINDS, "kinds", parser)
     options.ways = _named(options.ways, WAYS, "ways", parser)
     options.others = _named(options.others, KINDS, "others", parser)
+    options.cache = _named(options.cache, tuple(FORMS), "cache", parser)
     options.batch = _numbers(options.batch, "batch", parser)
     contexts, (prompt, *_) = (_numbers(getattr(options, name), name, parser) for name in ("context", "prompt"))
-    options.context, options.prompt = ((64,), 64) if options.toy else (contexts, prompt)
+    options.context, options.prompt = ((160,), 64) if options.toy else (contexts, prompt)
     return options
 
 

@@ -22,7 +22,8 @@ BACKENDS = {
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes as in the README; `packed`: where each row's positions lie, "left", "right" or "between"; `listed`: number
+    """Sizes as in the README; `packed`: where each row's positions lie, "left", "right", "between", or "room" (they end
+    before the tail does, and one row has no codes, as in the tensors of a CUDA graph); `listed`: number
     of positions read through `indices`, to which `packed` then refers (0: no list); `float8`: 8 bits are e4m3."""
 
     name: str
@@ -76,6 +77,10 @@ CASES = (
     Case("e4m3 float32", torch.float32, 8, group=64, S=140, D=16, G=2, packed="right", mass=True, float8=True),
     Case("e4m3, many spans and rows", bits=8, group=64, H_kv=1, G=12, S=700, D=64, packed="right", float8=True),
     Case("e4m3, list and lse", torch.float16, 8, S=170, D=24, listed=60, packed="between", lse=True, float8=True),
+    Case("int8 with room", torch.float16, 8, group=64, S=250, D=32, packed="room"),
+    Case("int4 with room", torch.float16, 4, group=64, B=2, S=250, D=32, G=2, packed="room"),
+    Case("e4m3 with room", torch.float16, 8, group=64, S=250, D=32, packed="room", float8=True),
+    Case("16 bits with room", torch.float16, S=250, D=32, packed="room"),
     Case("lse, int4", torch.float32, 4, group=64, S=330, D=16, packed="between", lse=True),
 )
 
@@ -129,10 +134,10 @@ def _check(case: Case, device: torch.device) -> Check:
     count = case.listed or S  # number of list entries or positions, to which the ranges refer
     lengths = torch.randint(count // 3, count - 3, (B, H_kv), generator=generator)
     if B:
-        lengths[0, 0] = count if case.packed != "between" else 0
-    starts = {"left": 0, "right": count - lengths, "between": torch.minimum(count - lengths, torch.tensor(7))}[
-        case.packed
-    ]
+        lengths[0, 0] = {"between": 0, "room": count % case.group - 5}.get(case.packed, count)
+    lengths = lengths.clamp(max=count - 3) if case.packed == "room" else lengths
+    starts = {"left": 0, "right": count - lengths, "between": torch.minimum(count - lengths, torch.tensor(7)),
+              "room": count - 3 - lengths}[case.packed]  # fmt: skip
     at = torch.arange(count)
     used = (at >= (starts + torch.zeros_like(lengths))[..., None]) & (
         at < (starts + lengths)[..., None]

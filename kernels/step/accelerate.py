@@ -39,8 +39,9 @@ def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat1
     """Make `model.generate` fast, compressed or not, in place; on a CPU also calls of the model with a cache.
 
     On a GPU, each step of decoding is replayed as one CUDA graph (`kernels.step.gpu`), captured when a batch size is
-    first met: of fused operations for the models below, of the model's own code for others. Prompts are read by the
-    model's own code, which also takes the steps of padded prompts and of caches other than generate's default.
+    first met: of fused operations for the models below, of the model's own code for others. Fused operations also read
+    compressed caches of 8 and 4 bits, or after an eviction, with padding too. Prompts are read by the model's own code,
+    which also takes the steps of padded prompts in generate's default cache, and of other caches.
 
     The logits are those of the model up to rounding: sums between the products are kept in float32. The model's own
     code runs in all cases that the fast path does not support: gradients, `inputs_embeds`, requested attentions or
@@ -262,6 +263,9 @@ class Acceleration:
         if batch > MOST_TOKENS or roomy(self._reader.decoder, cache, batch, 1) is None:
             return None
         return StepsInOneCall(self, cache, batch)
+
+    def padded_steps(self, cache: Any, mask: Tensor | None, positions: Tensor) -> None:
+        """Steps behind sequences that begin at different positions: there are none but calls of the model."""
 
     def _logits(
         self,

@@ -15,7 +15,7 @@ from transformers.cache_utils import (
 )
 
 from kernels.step.between import turn_and_store
-from kernels.step.cache_view import CacheView
+from kernels.step.cache_view import CacheView, StoredLayer
 from kernels.step.decoder import Decoder, DecoderBlock, NotNative
 
 SPARE = 256  # free positions that a cache is given after those in use
@@ -70,6 +70,26 @@ class AttendingCache(Protocol):
     def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
         """Store a layer's new tokens and attend: [batch, tokens, heads, channels]; number: the layer's index, module:
         its attention."""
+
+
+class StoringCache(Protocol):
+    """A cache whose layers let steps of decoding work on copies of what they store, such as a compressed cache."""
+
+    def get_seq_length(self) -> int:
+        """The number of tokens seen, which is the next token's position."""
+
+    def why_not_copied(self) -> str:
+        """Why steps cannot work on copies of these layers; "" if they can."""
+
+    def stored(self, numbers: Sequence[int]) -> list[StoredLayer]:
+        """What these layers store, ready for the next token: groups that become codes before it is read are codes."""
+
+    def note_read(self, ids: Tensor) -> None:
+        """A step reads these tokens, int64 [batch, 1], whose keys `append_new` will get."""
+
+    def append_new(self, number: int, k: Tensor, v: Tensor) -> None:
+        """Append tokens that steps have read, up to `StoredLayer.free` of them, to every row of a layer: k, v
+        [batch, kv heads, tokens, channels]."""
 
 
 def attend_by_cache(

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kernels.kv_decode.layout import KV
+
 
 class ReadPositions(NamedTuple):
     """The positions of a lent layer that a token reads, beside its own: pages that are ranked by bounds of their keys,
@@ -56,3 +58,43 @@ class CacheView:
     params_v: list[Tensor] = field(default_factory=list)
     tail_k: list[Tensor] = field(default_factory=list)
     tail_v: list[Tensor] = field(default_factory=list)
+
+
+class StoredForm(NamedTuple):
+    """How a layer stores its positions.
+
+    Attributes:
+        bits: of codes, 8 or 4; 16: nothing is quantised. float8: 8 bits are e4m3.
+        group: number of positions that become codes together; 0 without codes.
+        tail: largest number of positions in 16 bits behind the codes; 0 without codes, where all are in 16 bits.
+        turned_keys, turned_values: are they stored after `kernels.hadamard.hadamard_blocks`, in codes or not?
+    """
+
+    bits: int = 16
+    group: int = 0
+    float8: bool = False
+    tail: int = 0
+    turned_keys: bool = False
+    turned_values: bool = False
+
+    def coded(self, positions: int) -> int:
+        """How many of so many positions are codes, if none was evicted."""
+        if self.bits == 16:
+            return 0
+        residual = self.tail - self.group  # positions that stay in 16 bits, at least
+        return max(positions - residual, 0) // self.group * self.group
+
+
+class StoredLayer(NamedTuple):
+    """What a layer stores, for steps of decoding that copy it and keep the next tokens themselves for a while.
+
+    Attributes:
+        parts: for neighbouring kv heads, their positions (of 16 bits as long as there are no codes), whose rows end
+            together, and starts [B, H] int32, the first position of each row.
+        free: number of tokens that can be appended to every row in 16 bits before the layer must do more; 0: the layer
+            itself must attend to the next token.
+    """
+
+    form: StoredForm
+    parts: list[tuple[KV, Tensor]]
+    free: int

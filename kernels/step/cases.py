@@ -24,8 +24,8 @@ def checks(device: torch.device) -> list[Check]:
         for activation in ("silu", "gelu_tanh", "relu"):
             found.append(_gates(device, dtype, 3, 1100, activation))
         for batch, heads, kv_heads, channels in ((1, 4, 1, 64), (3, 6, 2, 24), (2, 8, 8, 128)):
-            for normed in (False, True):
-                found.append(_turns(device, dtype, batch, heads, kv_heads, channels, normed))
+            for normed, apart in ((False, False), (True, False), (True, True)):
+                found.append(_turns(device, dtype, batch, heads, kv_heads, channels, normed, apart))
     return found
 
 
@@ -81,9 +81,17 @@ def _gates(device: torch.device, dtype: torch.dtype, batch: int, inner: int, act
 
 
 def _turns(
-    device: torch.device, dtype: torch.dtype, batch: int, heads: int, kv_heads: int, channels: int, normed: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    channels: int,
+    normed: bool,
+    apart: bool,
 ) -> Check:
-    positions, held = 11, 7
+    """apart: the slots of the new position are not its place, and differ from head to head."""
+    positions, held = 17, 7
     qkv = torch.randn(batch, (heads + 2 * kv_heads) * channels, device=device).to(dtype)
     parts = qkv.split((heads * channels, kv_heads * channels, kv_heads * channels), -1)
     angle = 6.3 * torch.rand(positions, channels // 2, device=device)
@@ -92,10 +100,12 @@ def _turns(
     gains = torch.rand(2, channels, device=device) + 0.5
     norms = (Norm(gains[0], 1e-6), Norm(gains[1], 1e-6)) if normed else (None, None)
     before = torch.randn(2, batch, kv_heads, positions, channels, device=device).to(dtype)
+    ends = torch.arange(1, 1 + batch * kv_heads, device=device, dtype=torch.int32).view(batch, kv_heads)
 
     def run(impl: str) -> tuple[Tensor, ...]:
         keys, values = before.clone()
-        return turn_and_store(parts, tables, length, norms, keys, values, impl), keys, values
+        slots = ends if apart else None
+        return turn_and_store(parts, tables, length, norms, keys, values, impl, slots), keys, values
 
     def expected() -> tuple[Tensor, ...]:
         """By complex numbers: channel i is the real part, i + channels / 2 the imaginary one."""
@@ -107,10 +117,14 @@ def _turns(
             y = torch.complex(*(half.contiguous() for half in x.chunk(2, -1))) * turn
             turned.append(torch.cat([y.real, y.imag], -1))
         keys, values = before.double()
-        keys[:, :, held - 1], values[:, :, held - 1] = turned[1], v
+        for row in range(batch):
+            for head in range(kv_heads):
+                slot = int(ends[row, head] if apart else length[row, head]) - 1
+                keys[row, head, slot], values[row, head, slot] = turned[1][row, head], v[row, head]
         return turned[0], keys, values
 
-    name = f"turn and store, {batch} x {heads} / {kv_heads} heads of {channels}{', normed' if normed else ''}"
+    more = "".join(f", {word}" for word, on in (("normed", normed), ("apart", apart)) if on)
+    name = f"turn and store, {batch} x {heads} / {kv_heads} heads of {channels}{more}"
     return _check(name, dtype, run, expected, device)
 
 

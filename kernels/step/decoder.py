@@ -143,6 +143,13 @@ def state_of(model: nn.Module) -> tuple[Any, ...]:
     return getattr(model.config, "_attn_implementation", None), *versions
 
 
+def attached_to(model: nn.Module) -> object | None:
+    """The object that has put hooks and the present attention on a model, for caches that compute it; or None."""
+    kind = getattr(model.config, "_attn_implementation", None)
+    owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    return next((owner for owner in owners if getattr(owner, ATTACHED, None) == kind), None)
+
+
 @torch.no_grad()
 def recognise(model: nn.Module, by_cache: bool = False, anywhere: bool = False) -> Decoder:
     """The parts of a causal decoder of transformers.
@@ -156,9 +163,7 @@ def recognise(model: nn.Module, by_cache: bool = False, anywhere: bool = False) 
     """
     if model.device.type != "cpu" and not anywhere:
         raise NotNative(f"the model is on {model.device.type}")
-    kind = getattr(model.config, "_attn_implementation", None)
-    owners = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
-    attached = next((owner for owner in owners if getattr(owner, ATTACHED, None) == kind), None)
+    kind, attached = getattr(model.config, "_attn_implementation", None), attached_to(model)
     if kind not in ("sdpa", "sdpa_fast", "eager") and attached is None and not by_cache:
         raise NotNative(f"its attention is {kind!r} ('sdpa' and 'eager' are known)")
     for name in FACTORS:

@@ -38,16 +38,19 @@ def add_norm_kernel(
 
 @triton.jit
 def turn_kernel(
-    q, k, v, cos, sin, length, query_gain, key_gain, keys, values, turned,
+    q, k, v, cos, sin, length, ends, query_gain, key_gain, keys, values, turned,
     heads, kv_heads, positions, q_stride, k_stride, v_stride, eps, CHANNELS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence per program: queries, then keys, then values. HALF: a power of two, at least half of
-    CHANNELS."""
+    """One head of one sequence per program: queries, then keys, then values. `ends` may be None: a new position's slot
+    in the cache is its place in the text. HALF: a power of two, at least half of CHANNELS."""
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = CHANNELS // 2
     i = tl.arange(0, HALF)
     inside = i < half
     place = tl.load(length + b * kv_heads).to(tl.int64) - 1
+    slot = place
+    if ends is not None:
+        slot = tl.load(ends + b * kv_heads + (h - heads) % kv_heads, mask=h >= heads, other=1).to(tl.int64) - 1
     if h < heads:
         at = q + b * q_stride + h * CHANNELS
     elif h < heads + kv_heads:
@@ -71,9 +74,9 @@ def turn_kernel(
     if h < heads:
         to = turned + (b * heads + h) * CHANNELS
     elif h < heads + kv_heads:
-        to = keys + ((b * kv_heads + h - heads) * positions + place) * CHANNELS
+        to = keys + ((b * kv_heads + h - heads) * positions + slot) * CHANNELS
     else:
-        to = values + ((b * kv_heads + h - heads - kv_heads) * positions + place) * CHANNELS
+        to = values + ((b * kv_heads + h - heads - kv_heads) * positions + slot) * CHANNELS
     tl.store(to + i, first, mask=inside)
     tl.store(to + half + i, second, mask=inside)
 
@@ -113,13 +116,14 @@ def turn_and_store(
     tables: tuple[Tensor, Tensor],
     length: Tensor,
     norms: tuple[Norm | None, Norm | None],
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Like `between.turn_and_store`."""
     (batch, kv_heads, positions, channels), (q, k, v) = keys.shape, qkv
     heads, (query, key) = q.shape[1] // channels, norms
     turned = q.new_empty(batch, heads, channels)
     turn_kernel[(batch, heads + 2 * kv_heads)](
-        q, k, v, *tables, length, None if query is None else query.weight, None if key is None else key.weight,
+        q, k, v, *tables, length, ends, None if query is None else query.weight, None if key is None else key.weight,
         keys, values, turned, heads, kv_heads, positions, q.stride(0), k.stride(0), v.stride(0),
         0.0 if query is None else query.eps,
         CHANNELS=channels, HALF=triton.next_power_of_2(channels // 2), num_warps=1,
@@ -150,7 +154,8 @@ def shipped() -> list[Compilation]:
     no_gains, gains = {"query_gain": None, "key_gain": None}, {"query_gain": "*fp32", "key_gain": "*fp32"}
     wide, whole = ("columns", "added_stride"), {"BLOCK": 4096}
     gate = {"gate": "*bf16", "up": "*bf16", "y": "*bf16", "inner": "i32", "gate_stride": "i32", "up_stride": "i32"}
-    heads = {"CHANNELS": 128, "HALF": 64}
+    heads, here = {"CHANNELS": 128, "HALF": 64}, {"ends": None}
+    turn_strides = ("positions", *strides)
     return [
         Compilation("step add_norm", add_norm_kernel, {**norm, "added": "*bf16", **numbers}, {**whole, "after": None},
                     16, 3, wide),
@@ -158,8 +163,10 @@ def shipped() -> list[Compilation]:
                     whole, 16, 3, wide),
         Compilation("step norm", add_norm_kernel, {**norm, **numbers}, {**whole, "added": None, "after": None}, 16, 3,
                     wide),
-        Compilation("step turn", turn_kernel, turn, {**heads, **no_gains}, 1, 3, ("positions", *strides)),
-        Compilation("step turn normed", turn_kernel, {**turn, **gains}, heads, 1, 3, ("positions", *strides)),
+        Compilation("step turn", turn_kernel, turn, {**heads, **no_gains, **here}, 1, 3, turn_strides),
+        Compilation("step turn normed", turn_kernel, {**turn, **gains}, {**heads, **here}, 1, 3, turn_strides),
+        Compilation("step turn apart", turn_kernel, {**turn, "ends": "*i32"}, {**heads, **no_gains}, 1, 3,
+                    turn_strides),
         Compilation("step gate", gate_kernel, gate, {"ACTIVATION": 1, "BLOCK": GATED}, 4, 3,
                     ("inner", "gate_stride", "up_stride")),
     ]  # fmt: skip

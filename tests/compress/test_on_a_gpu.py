@@ -7,6 +7,7 @@ second sixth of all checks.
 """
 
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -29,6 +30,9 @@ from compress.commands import find_components, train_kvzap, train_locret
 from compress.recipe import parse_recipe
 from kernels import trellis_matmul
 from kernels.compiler import compiler
+from kernels.step.gpu import between
+from kernels.step.gpu.graphs import Graphs
+from kernels.step.gpu.stored_steps import StoredSteps
 from tests import pretended
 from tests.architectures import tiny_model
 from tests.pretended import GPU
@@ -44,6 +48,13 @@ STEPS = {  # recipes whose steps of decoding never wait
     "h2o": "h2o(budget=12), kv_int(bits=4, group_size=32, residual=4)", "snapkv": "snapkv(budget=12, observed=4, allocation=ada)",
     "streaming": "streaming(budget=12)", "zipvl": "zipvl", "quest of codes": "kv_int, quest(page=4, budget=12)",
 }  # fmt: skip
+GRAPHS = {  # recipes whose steps can be captured, also where a group becomes codes; with Gemma 3, windows beside them
+    "kv_int": ("llama", "kv_int(bits=4, group_size=32, residual=4)"), "kv_fp8": ("llama", "kv_fp8(group_size=32, residual=4)"),
+    "streaming": ("llama", "streaming(budget=12)"), "kvzip": ("llama", "kvzip(budget=0.5), kv_int(bits=8, group_size=32)"),
+    "heads apart": ("llama", "snapkv(budget=12, observed=4, allocation=ada), kv_int(bits=8, group_size=32, residual=4)"),
+    "rotated": ("llama", "kv_int(bits=4, group_size=32, residual=4, rotate_keys=True, rotate_values=True)"),
+    "windows": ("gemma3_text", "kv_int(bits=4, group_size=32, residual=4)"),
+}  # fmt: skip
 WEIGHTS = [name for name, method in METHODS.items() if method.stage != "cache" and name not in OUTSIDE]
 CHECKS_OF = {
     "stays": [name for name in METHODS if name not in OUTSIDE],
@@ -51,10 +62,11 @@ CHECKS_OF = {
     "format": [name for name in SAVE_FORMATS if name not in UNMOVED],
     "step": list(STEPS),
     "evicting": ["h2o"],
+    "graph": list(GRAPHS),
 }
 FAST = [
     "stays:rotate", "stays:h2o", "stays:quest", "passes:gptq", "passes:layer_drop", "step:rtn",
-    "step:kv_int", "step:quest", "step:h2o", "step:snapkv", "evicting:h2o",
+    "step:kv_int", "step:quest", "step:h2o", "step:snapkv", "evicting:h2o", "graph:kv_int", "graph:heads apart",
 ]  # fmt: skip
 needs_compiler = pytest.mark.skipif(not compiler(), reason="a C++ compiler tells torch of the pretended GPU")
 
@@ -131,8 +143,30 @@ def evicting(name: str) -> None:
     assert 2 <= sum(map(bool, waits)) <= -(-len(waits) // 8), f"{sum(map(bool, waits))} of {len(waits)} steps wait"
 
 
+@torch.no_grad()
+def graph(name: str) -> None:
+    """Steps behind a compressed cache, as a graph on a real GPU, are the model's own, and do not wait for the device."""
+    architecture, recipe = GRAPHS[name]
+    model, ids = tiny_model(architecture).to(torch.bfloat16).to(GPU), torch.randint(96, (2, 24), device=GPU)
+    apply(parse_recipe(recipe), model, texts())
+    cache = model(ids, use_cache=True).past_key_values
+    own, graphs = copy.deepcopy(cache), Graphs(model, capture=not isinstance(ids, pretended.OnGPU))
+    steps = StoredSteps(graphs, cache, len(ids))
+    for i in range(40):
+        token = (ids[:, :1] + i) % 96
+        with pretended.watched() as waits:
+            largest = steps(token)
+        assert largest is not None and not waits, f"the host waits in step {i}: {sorted(set(waits))}"
+        wanted = model(token, past_key_values=own, use_cache=True).logits[:, -1].float()
+        difference = float((steps.logits - wanted).norm() / wanted.norm())
+        assert difference < 0.1, f"the logits of step {i} differ by {difference:.2g}"
+    steps.finish()
+    for one, two in zip(cache.own, own.own, strict=True):
+        assert [(s.coded, s.length) for s in one.slabs] == [(s.coded, s.length) for s in two.slabs]
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
-    "stays": stays, "passes": passes, "format": stored, "step": step, "evicting": evicting,
+    "stays": stays, "passes": passes, "format": stored, "step": step, "evicting": evicting, "graph": graph,
 }  # fmt: skip
 
 
@@ -197,6 +231,7 @@ def main(arguments: Sequence[str]) -> None:
     if not options.real:
         pretended.install()
         trellis_matmul.triton_takes = lambda device: False  # whole weights are decoded by a kernel that is no op
+        between._by_triton = lambda x, impl: False  # nor are the kernels between the products of a step
     for one in checks:
         kind, _, name = one.partition(":")
         torch.manual_seed(0)

@@ -134,7 +134,7 @@ def test_graphs_in_use_are_not_lent_again(tiny, tokens):
 
 def test_a_longer_text_gets_a_larger_graph(tiny, tokens, monkeypatch):
     for name in ("LEAST", "SPARE"):
-        monkeypatch.setattr(f"kernels.step.gpu.graphs.{name}", 16)
+        monkeypatch.setattr(f"kernels.step.gpu.sizes.{name}", 16)
     model = tiny("llama")
     fast, ids = copy.deepcopy(model), torch.cat(tokens(2, 9))
     GraphAcceleration(fast).take_over()
@@ -145,16 +145,16 @@ def test_a_longer_text_gets_a_larger_graph(tiny, tokens, monkeypatch):
 def test_a_graph_that_cannot_grow_hands_over_to_the_model(tiny, tokens, monkeypatch):
     """What was written stays, and memory that is short for one size does not forbid the others."""
     for name in ("LEAST", "SPARE"):
-        monkeypatch.setattr(f"kernels.step.gpu.graphs.{name}", 16)
+        monkeypatch.setattr(f"kernels.step.gpu.sizes.{name}", 16)
     model = tiny("llama")
     fast, ids = copy.deepcopy(model), torch.cat(tokens(2, 9))
     GraphAcceleration(fast).take_over()
     body = Graphs._body
 
-    def small(self, batch, positions):
+    def small(self, batch, positions, room):
         if positions > 32:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return body(self, batch, positions)
+        return body(self, batch, positions, room)
 
     monkeypatch.setattr(Graphs, "_body", small)
     many = {"max_new_tokens": 50, "do_sample": False, "return_dict_in_generate": True}

@@ -1,14 +1,16 @@
 """`accelerate` on a GPU: the decoding steps of `generate` as CUDA graphs."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from kernels.step.decoder import ACCELERATION, STREAM, NotNative, hooked, state_of
+from kernels.step.decoder import ACCELERATION, STREAM, NotNative, attached_to, hooked, state_of
 from kernels.step.gpu.graphs import Graphs, GraphSteps
+from kernels.step.gpu.stored_steps import StoredSteps
 from kernels.step.writing.generate import generate
 
 
@@ -64,23 +66,36 @@ class GraphAcceleration:
             self._graphs, self._state = Graphs(self.model), now
         return self._graphs
 
-    def steps(self, cache: Any, batch: int) -> GraphSteps | None:
+    def steps(self, cache: Any, batch: int) -> GraphSteps | StoredSteps | None:
         """Steps behind a prompt that the model has read into a cache without padding; None: call the model instead."""
+        kind = StoredSteps if StoredSteps.take(cache) else GraphSteps
+        return self._steps(cache, lambda graphs: kind(graphs, cache, batch))
+
+    def padded_steps(self, cache: Any, mask: Tensor | None, positions: Tensor) -> StoredSteps | None:
+        """Steps behind sequences of different lengths in a cache that leaves padding out: the mask and the positions
+        of the prompt, [batch, tokens]; None: call the model instead."""
+        if not StoredSteps.take(cache):
+            return None
+        return self._steps(cache, lambda graphs: StoredSteps(graphs, cache, len(positions), mask, positions))
+
+    def _steps(self, cache: Any, made: Callable[[Graphs], GraphSteps | StoredSteps]) -> GraphSteps | StoredSteps | None:
         before, self.why_not = self.why_not, self._why_not(cache)
         if not self.why_not:
             try:
-                return GraphSteps(self.graphs(), cache, batch)
+                return made(self.graphs())
             except NotNative as error:
                 self.why_not = str(error)
         if self.why_not != before:
-            warnings.warn(f"steps are taken without a CUDA graph: {self.why_not}", stacklevel=2)
+            warnings.warn(f"steps are taken without a CUDA graph: {self.why_not}", stacklevel=3)
         return None
 
     def _why_not(self, cache: Any) -> str:
         """Why a graph would not do what the model does now; "" if it does. A graph holds neither Python nor modes."""
-        if not GraphSteps.take(cache):
+        stores = StoredSteps.take(cache)
+        if not stores and not GraphSteps.take(cache):
             return f"the cache ({type(cache).__name__}) holds more than the keys and values of each layer"
-        if (name := hooked(self.model, getattr(self.model, STREAM, None))) is not None:
+        known = getattr(self.model, STREAM, None), attached_to(self.model) if stores else None
+        if (name := hooked(self.model, *known)) is not None:
             return f"{name} has hooks"
         if self.model.training or torch.is_autocast_enabled(self.model.device.type):
             return "the model is in training mode" if self.model.training else "autocast is on"

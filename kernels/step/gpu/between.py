@@ -44,16 +44,18 @@ def turn_and_store(
     keys: Tensor,
     values: Tensor,
     impl: str = "auto",
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Rotate queries and keys by their position, after norms of the heads if given; write keys and values.
 
     Args:
         qkv: queries [batch, heads * channels], keys and values [batch, kv heads * channels], rows at any distance.
         tables: cos and sin, float32 [positions, channels], whose two halves are equal.
-        length: int32 [batch, kv heads], positions in use, the new one included.
+        length: int32 [batch, kv heads], tokens of the text, the new one included, whose place is the last.
         norms: for the heads of the queries and of the keys; both or neither.
         keys, values: the cache [batch, kv heads, positions, channels], contiguous; changed in place.
         impl: "reference", "triton" or "auto".
+        ends: int32 [batch, kv heads], contiguous: positions of the cache in use, the new one included; None: `length`.
 
     Returns:
         the queries [batch, heads, channels]
@@ -61,8 +63,8 @@ def turn_and_store(
     if _by_triton(keys, impl):
         from kernels.step import triton
 
-        return triton.turn_and_store(keys, values, qkv, tables, length, norms)
-    batch, channels = len(keys), keys.shape[3]
+        return triton.turn_and_store(keys, values, qkv, tables, length, norms, ends)
+    (batch, kv_heads, _, channels), device = keys.shape, keys.device
     q, k, v = (x.unflatten(1, (-1, channels)) for x in qkv)
     at = length[:, 0].long() - 1
     c, s = (table[at][:, None] for table in tables)
@@ -72,8 +74,9 @@ def turn_and_store(
         first, second = wide.chunk(2, -1)
         return (wide * c + torch.cat([-second, first], -1) * s).to(x.dtype)
 
-    which = torch.arange(batch, device=keys.device)
-    keys[which, :, at], values[which, :, at] = turned(k, norms[1]), v
+    slots = (length if ends is None else ends).long() - 1
+    where = torch.arange(batch, device=device)[:, None], torch.arange(kv_heads, device=device), slots
+    keys[where], values[where] = turned(k, norms[1]), v
     return turned(q, norms[0])
 
 

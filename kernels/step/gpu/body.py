@@ -85,15 +85,18 @@ class FusedBody:
                 raise NotNative(f"{block.name} rotates {cos.shape[1]} of {block.channels} channels")
             if (block.query_norm is None) != (block.key_norm is None):
                 raise NotNative(f"{block.name} has a norm of queries or of keys alone")
-        self.cache = [
-            tuple(
-                torch.zeros(batch, b.kv_heads, positions, b.channels, dtype=decoder.dtype, device=self.device)
-                for _ in "kv"
-            )
-            for b in decoder.blocks
-        ]
         kv_heads = {b.kv_heads for b in decoder.blocks}
         self.lengths = {n: torch.zeros(batch, n, dtype=torch.int32, device=self.device) for n in kv_heads}
+        self.cache = self.made_cache()
+
+    def made_cache(self) -> list[tuple[Tensor, Tensor]]:
+        """For each block, the keys and values into which its new tokens are written."""
+        return [(self.zeros(block, self.positions), self.zeros(block, self.positions)) for block in self.decoder.blocks]
+
+    def zeros(self, block: DecoderBlock, positions: int) -> Tensor:
+        """[batch, kv heads, positions, channels] for a block's keys or values."""
+        shape = self.batch, block.kv_heads, positions, block.channels
+        return torch.zeros(shape, dtype=self.decoder.dtype, device=self.device)
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits [batch, vocabulary] after the tokens [batch, 1], whose keys and values are added to the cache."""
@@ -126,8 +129,24 @@ class FusedBody:
         """The result of a block's MLP [batch, hidden]; the residual stream lacks only this one afterwards."""
         x = residual.new_empty(residual.shape, dtype=self.decoder.dtype)
         add_norm(residual, added, after, block.before_attention, x)
+        y = self.attend(block, self._products((block.q, block.k, block.v), x), keys, values, starts)
+        y = block.o(y.flatten(1))
+        add_norm(residual, y, block.after_attention, block.before_mlp, x)
+        return block.down(gated(*self._products((block.gate, block.up), x), block.activation))
+
+    def attend(
+        self,
+        block: DecoderBlock,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+        starts: dict[tuple[int, int], Tensor],
+    ) -> Tensor:
+        """The attention of a block's new tokens, [batch, heads, 1, channels], which are written into its cache.
+
+        starts: of windows that blocks before it had, by kv heads and window.
+        """
         length, tables = self.lengths[block.kv_heads], self.tables[block.kind]
-        qkv = self._products((block.q, block.k, block.v), x)
         q = turn_and_store(qkv, tables, length, (block.query_norm, block.key_norm), keys, values)
         used, start = length, None
         if block.window:
@@ -135,12 +154,9 @@ class FusedBody:
             if key not in starts:
                 starts[key] = (length - block.window).clamp_(min=0)
             start, used = starts[key], length - starts[key]
-        y = kv_decode(
+        return kv_decode(
             q[:, :, None], KV(keys, values), used, starts=start, scale=block.scale, softcap=block.softcap or None
         )
-        y = block.o(y.flatten(1))
-        add_norm(residual, y, block.after_attention, block.before_mlp, x)
-        return block.down(gated(*self._products((block.gate, block.up), x), block.activation))
 
     def rooms(self) -> list[tuple[Tensor, Tensor]]:
         """Each layer's keys and values [batch, kv heads, positions, channels], by the index of the layer."""

@@ -11,15 +11,15 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kernels.step.decoder import Decoder, NotNative, recognise
+from kernels.step.gpu import sizes
 from kernels.step.gpu.body import FusedBody, Joined, OwnBody, largest
 from kernels.step.gpu.compare import check_fused
+from kernels.step.gpu.stored import Room, StoredBody
 from kernels.step.writing.generate import Calls
 from kernels.support.capture import capturing
 from kernels.support.errors import kind_and_first_line
 
 WARMING = 2  # runs before a capture, in which kernels are compiled and weights joined
-LEAST = 1024  # positions of the smallest cache
-SPARE = 256  # free positions that a cache has at least when it is filled
 KEPT = 4  # graphs that are kept, of different batch sizes and lengths
 
 
@@ -81,21 +81,23 @@ def _in_use(held: int, body: FusedBody | OwnBody):
 
 @dataclass
 class Graphs:
-    """The captured steps of a model, by batch size and number of positions.
+    """The captured steps of a model, by batch size, number of positions and form of the cache.
 
     Attributes:
+        capture: False: steps run op by op, on a GPU, too.
         why_not_fused: why steps are the model's own code; "" if they are fused.
         in_use: are steps being taken? Graphs share their memory, so that only one of them can be in use.
     """
 
     model: nn.Module
     fused: bool = True
+    capture: bool = True
     why_not_fused: str = ""
     in_use: bool = False
     _decoder: Decoder | None = None
     _joined: dict[int, Joined | None] = field(default_factory=dict)
-    _steps: dict[tuple[int, int], GraphStep] = field(default_factory=dict)
-    _refused: dict[tuple[int, int], str] = field(default_factory=dict)
+    _steps: dict[tuple[int, int, Room | None], GraphStep] = field(default_factory=dict)
+    _refused: dict[tuple[int, int, Room | None], str] = field(default_factory=dict)
     _pool: Any = None
 
     @torch.no_grad()
@@ -110,29 +112,37 @@ class Graphs:
             self._decoder, self.why_not_fused = None, str(error).splitlines()[0]
             self._joined.clear()
 
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        """The index in the cache and the window (0: none) of each fused layer."""
+        return [] if self._decoder is None else [(block.index, block.window) for block in self._decoder.blocks]
+
     def clear(self) -> None:
         """Free the graphs with their caches; weights stay joined."""
         self._steps.clear()
         self._pool = None  # torch forgets a pool with its last graph
 
     @torch.no_grad()
-    def step(self, batch: int, positions: int) -> GraphStep:
+    def step(self, batch: int, positions: int, room: Room | None = None) -> GraphStep:
         """The step for `batch` sequences, with a cache of at least `positions` places.
+
+        Args:
+            room: of a cache that stores its positions in another form; `positions` are then those of the text.
 
         Raises:
             NotNative: a step of this size cannot be captured, or memory does not hold its cache.
         """
-        places = max(LEAST, 1 << (positions - 1).bit_length())
-        key = batch, places
+        places = sizes.places(positions)
+        key = batch, places, room
         if key not in self._steps:
             while len(self._steps) >= KEPT:
                 del self._steps[next(iter(self._steps))]
-            if self._pool is None and self.model.device.type == "cuda":
+            if self._pool is None and self.capture and self.model.device.type == "cuda":
                 self._pool = torch.cuda.graph_pool_handle()
             if key in self._refused:
                 raise NotNative(self._refused[key])
             try:
-                self._steps[key] = GraphStep(self._body(batch, places), self._pool)
+                self._steps[key] = GraphStep(self._body(batch, places, room), self._pool, self.capture)
             except Exception as error:  # of the model's own code on a static cache, of a capture, or of memory
                 self.clear()
                 why = str(error) if isinstance(error, NotNative) else kind_and_first_line(error)
@@ -142,7 +152,11 @@ class Graphs:
         self._steps[key] = self._steps.pop(key)  # the last one is the one used last
         return self._steps[key]
 
-    def _body(self, batch: int, positions: int) -> FusedBody | OwnBody:
+    def _body(self, batch: int, positions: int, room: Room | None) -> FusedBody | OwnBody:
+        if room is not None:
+            if self._decoder is None:
+                raise NotNative(f"only fused steps read a compressed cache, and {self.why_not_fused}")
+            return StoredBody(self._decoder, batch, positions, self._joined, room)
         if self._decoder is None:
             return OwnBody(self.model, batch, positions)
         return FusedBody(self._decoder, batch, positions, self._joined)
@@ -194,11 +208,9 @@ class GraphSteps:
 
     def _fill(self) -> None:
         """Copy the cache into a graph that has room for more positions."""
-        step = self._graphs.step(self._batch, self._slot + SPARE)
+        step = self._graphs.step(self._batch, self._slot + sizes.SPARE)
         for layer, room in zip(self._cache.layers, step.body.rooms(), strict=True):
-            held = layer.keys.shape[2]
-            for own, there in zip((layer.keys, layer.values), room, strict=True):
-                there[:, :, self._slot - held : self._slot] = own
+            copy_in(layer, room, self._slot)
         step.at(self._slot)
         self._step = step
 
@@ -215,9 +227,21 @@ class GraphSteps:
     def _give_back(self) -> None:
         if self._step is None:
             return
-        for layer, (keys, values) in zip(self._cache.layers, self._step.body.rooms(), strict=True):
-            first = max(0, self._slot - layer.sliding_window + 1) if layer.is_sliding else 0
-            layer.keys, layer.values = (t[:, :, first : self._slot].clone() for t in (keys, values))
-            if layer.is_sliding:
-                layer.cumulative_length = self._slot
+        for layer, room in zip(self._cache.layers, self._step.body.rooms(), strict=True):
+            copy_out(layer, room, self._slot)
         self._step = None
+
+
+def copy_in(layer: DynamicLayer, room: tuple[Tensor, Tensor], slot: int) -> None:
+    """Copy a layer's keys and values to where they end at `slot` in larger tensors."""
+    held = layer.keys.shape[2]
+    for own, there in zip((layer.keys, layer.values), room, strict=True):
+        there[:, :, slot - held : slot] = own
+
+
+def copy_out(layer: DynamicLayer, room: tuple[Tensor, Tensor], slot: int) -> None:
+    """Give a layer its keys and values back, which end at `slot`."""
+    first = max(0, slot - layer.sliding_window + 1) if layer.is_sliding else 0
+    layer.keys, layer.values = (t[:, :, first:slot].clone() for t in room)
+    if layer.is_sliding:
+        layer.cumulative_length = slot

@@ -106,9 +106,7 @@ def decode(
     kept = bool(returns and config.output_scores), bool(returns and config.output_logits)
     choice = choice_of(logits_processor, config.do_sample, *kept)
     text = _Text(input_ids, stopping_criteria, config._pad_token_tensor, streamer)
-    at_one_place = mask is None and (positions is None or bool((positions[:, -1] == cache.get_seq_length() - 1).all()))
-    steps = model.acceleration.steps(cache, len(input_ids)) if at_one_place else None
-    steps = steps or Calls(model, cache, mask, positions)
+    steps = _steps(model, cache, len(input_ids), mask, positions) or Calls(model, cache, mask, positions)
     try:
         tokens = text.append(choice(text.ids, logits), choice.scores)
         while text.continues:
@@ -123,6 +121,15 @@ def decode(
         return text.ids
     scores, raw = choice.scores if kept[0] else None, choice.logits if kept[1] else None
     return GenerateDecoderOnlyOutput(sequences=text.ids, scores=scores, logits=raw, past_key_values=cache)
+
+
+def _steps(model: nn.Module, cache: Any, batch: int, mask: Tensor | None, positions: Tensor | None) -> Any:
+    """Fast steps behind a prompt with this mask and these positions, [batch, tokens]; None: there are none."""
+    if mask is None and (positions is None or bool((positions[:, -1] == cache.get_seq_length() - 1).all())):
+        return model.acceleration.steps(cache, batch)
+    if positions is not None and getattr(cache, "knows_padding", False):
+        return model.acceleration.padded_steps(cache, mask, positions)
+    return None
 
 
 class _Text:
@@ -185,12 +192,16 @@ class Calls:
         self._model, self._cache, self._mask, self._positions = model, cache, mask, positions
         self.logits = torch.empty(0)  # float32 [batch, vocabulary], of the last step
 
+    def advance(self, count: int) -> None:
+        """Note that each sequence gets further tokens, which are no padding."""
+        if self._mask is not None:
+            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), count)], 1)
+        if self._positions is not None:
+            self._positions = self._positions[:, -1:] + count
+
     def __call__(self, tokens: Tensor) -> None:
         """Read one more token per sequence, int64 [batch, 1]."""
-        if self._mask is not None:
-            self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
-        if self._positions is not None:
-            self._positions = self._positions[:, -1:] + 1
+        self.advance(1)
         outputs = self._model(
             input_ids=tokens, attention_mask=self._mask, position_ids=self._positions, past_key_values=self._cache,
             use_cache=True, logits_to_keep=1,
