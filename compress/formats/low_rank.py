@@ -31,7 +31,7 @@ class LowRankWeight(AsStored):
         self.shape = (left.shape[0], right.shape[1])
         self.rank, self.bits = left.shape[1], 16 if scale is None else 8
         for name, tensor in (("left", left), ("right", right), ("scale", scale)):
-            self.register_buffer(name, tensor)
+            self.register_buffer(name, None if tensor is None else tensor.contiguous())
 
     @classmethod
     def from_factors(cls, left: Tensor, right: Tensor, *, bits: int = 16) -> "LowRankWeight":
