@@ -86,12 +86,6 @@ class Distil(Method):
     )
 
     @property
-    def held_copies(self) -> float:
-        """The weights in float32, as they are read and as they are stored, their gradients, and the optimiser's state;
-        with fewer numbers that learn, only some of these have the size of the weights."""
-        return {"scales": 5.0, "weights": 9.0, "adapters": 3.0, "norms": 1.0}[self.train]
-
-    @property
     def reads_originals(self) -> bool:
         return self.train == "weights"
 
@@ -139,6 +133,13 @@ class Distil(Method):
 
     def trains(self, longest: int) -> tuple[str, int]:
         return "model", longest
+
+    def held_copies(self, stored: bool, itemsize: int) -> float:
+        """The weights in float32, as they are read and as they are stored, their gradients, the optimiser's state, and
+        the best state; with fewer numbers that learn, only some of these have the size of the weights."""
+        if stored:
+            return {"scales": 5.0, "weights": 9.0, "adapters": 3.0, "norms": 1.0}[self.train]
+        return (6.0 if self.train == "weights" else 0.0) + (itemsize < 4)  # plain weights in float32 are shared
 
     def prepare(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> "Prepared":
         """The predictions of the original model.
