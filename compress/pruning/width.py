@@ -80,6 +80,13 @@ class Width(UnitDrop):
             )
         super().check(model)
 
+    def check_run(self, model: nn.Module, batches: Sequence[Tensor], device: torch.device, processes: int) -> None:
+        if self.metric == "taylor" and device.type != device_of(model).type:
+            raise ValueError(
+                f"`device` (={str(device)!r}): metric='taylor' of {self.name} takes gradients of the whole model where "
+                f"it lies, on {device_of(model)}: load it on the other device, or take metric='activation'"
+            )
+
     @property
     def kind(self) -> str:
         return KINDS[self.target]

@@ -148,6 +148,15 @@ def test_stored_weights_are_refused(tiny, tokens):
         plan("width(multiple=1)", model, tokens(4, 24))
 
 
+def test_gradients_are_taken_where_the_model_lies(tiny, tokens):
+    """Blocks go to the device one by one; the whole model does not."""
+    there, text = torch.device("cuda"), tokens(4, 24)
+    with pytest.raises(ValueError, match=r"`device` \(='cuda'\): metric='taylor' of width .* where it lies, on cpu"):
+        Width(metric="taylor").check_run(tiny("llama"), text, there, 1)
+    Width(metric="taylor").check_run(tiny("llama"), text, CPU, 1)
+    Width(metric="activation").check_run(tiny("llama"), text, there, 1)
+
+
 def test_it_comes_before_what_stores(tiny, tokens):
     with pytest.raises(ValueError, match="must come before"):
         plan("rtn(bits=4), width(ratio=0.5, multiple=1)", tiny("llama"), tokens(4, 24))
