@@ -190,10 +190,9 @@ class _Case:
         size, rest = (sum(map(_block_bytes, find_blocks(model)[1])) for model in (self.model, smaller))
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         new = sum(p.nbytes for name, p in smaller.named_parameters() if p.shape != shapes.get(name))
-        resident, mapped = int(self.resident * rest / size), int(self.mapped * (rest - new) / size)
-        return dataclasses.replace(self, model=smaller, resident=resident, mapped=mapped), int(
-            self.resident * new / size
-        )
+        resident, made = (int(self.resident * part / size) for part in (rest, new))
+        mapped = int(self.mapped * (rest - new) / size)
+        return dataclasses.replace(self, model=smaller, resident=resident, mapped=mapped), made
 
     def _flowing(self) -> int:
         """Bytes of the inputs of a block, over all micro-batches."""
