@@ -253,12 +253,14 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
     return (columns, rows) if isinstance(module, Conv1D) else (rows, columns)
 
 
-def sharing_copy(model: M) -> M:
+def sharing_copy(model: M, *, weights: bool = True) -> M:
     """A copy of a model that shares its weights' memory until one of the two replaces, casts or moves them.
 
-    Compressing such a copy needs memory only for changed weights, and does not change the model.
+    Compressing such a copy needs memory only for changed weights, and does not change the model. Without `weights`, the
+    copy's parameters lie on the meta device.
     """
-    memo: dict[int, Tensor] = {id(p): nn.Parameter(p.data, p.requires_grad) for p in model.parameters()}
+    data = {id(p): p.data if weights else p.data.to("meta") for p in model.parameters()}
+    memo: dict[int, Tensor] = {id(p): nn.Parameter(data[id(p)], p.requires_grad) for p in model.parameters()}
     memo |= {id(buffer): buffer for buffer in model.buffers()}
     return copy.deepcopy(model, memo)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from compress.checkpoint.fits import linears_to_be
 from compress.formats import Dense, bits_of
-from compress.linear import is_linear
+from compress.linear import is_linear, sharing_copy
 from compress.method import Method
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import micro_batches
@@ -155,24 +155,44 @@ class _Case:
         yield self._probe() + block
         before = alive = self.resident - self.mapped  # bytes of the blocks' weights that are freed with them
         originals: int | None = None  # bytes of the reference weights for later methods' errors
+        left, new = self, 0  # the model as drops leave it, and the bytes of weights that they have made for it
         for i, method in enumerate(self.recipe):
-            makes = isinstance(method, FoldingMethod | LayerwiseMethod) or method.stage == "transform"
-            replaces = makes and not self.on_disk
-            made = int(self.resident * self._share_stored(i + 1)) if replaces else alive
-            if originals is None and isinstance(method, LayerwiseMethod) and method is not self.recipe[-1]:
-                originals, alive = alive, 0
-            copies = (originals or 0) + max(made, alive) - before + int(method.made_twice * self.resident)
-            alive = made
-            shapes = _largest_block(self.model, getattr(method, "skip", ""))
+            case = left  # as the method finds it
+            if method.stage == "drop":  # what is dropped is in memory until the last drop has ended
+                left, made = case._after(method)
+                new, alive = new + made, left.resident - left.mapped
+                copies = new
+            else:
+                makes = isinstance(method, FoldingMethod | LayerwiseMethod) or method.stage == "transform"
+                replaces = makes and not self.on_disk
+                made = int(case.resident * case._share_stored(i + 1)) if replaces else alive
+                if originals is None and isinstance(method, LayerwiseMethod) and method is not self.recipe[-1]:
+                    originals, alive = alive, 0
+                copies = (originals or 0) + max(made, alive) - before
+                alive = made
+            shapes = _largest_block(case.model, getattr(method, "skip", ""))
             flowing = self._flowing()
             if isinstance(method, FoldingMethod):
-                yield block + copies + flowing + self._folding(method, shapes)
+                yield block + copies + flowing + case._folding(method, shapes)
             if isinstance(method, LayerwiseMethod):
-                yield block + copies + flowing + self._solving(method, shapes, self._share_stored(i + 1))
+                yield block + copies + flowing + case._solving(method, shapes, case._share_stored(i + 1))
             elif trained := method.trains(max(self.batches, default=0)):
-                yield block + copies + 2 * flowing + self._training(method, shapes, *trained)
+                yield block + copies + 2 * flowing + case._training(method, i, shapes, *trained)
             elif not isinstance(method, FoldingMethod) and method.stage != "cache":
-                yield block + copies + flowing + self._pass(shapes)
+                yield block + copies + flowing + case._pass(shapes)
+
+    def _after(self, drop: Method) -> "tuple[_Case, int]":
+        """This case after a method has dropped parts, and the bytes of the weights that it makes anew."""
+        if self.on_disk:
+            return self, 0
+        smaller = sharing_copy(self.model, weights=False)
+        drop.outline(smaller)
+        size, rest = (sum(map(_block_bytes, find_blocks(model)[1])) for model in (self.model, smaller))
+        shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        new = sum(p.nbytes for name, p in smaller.named_parameters() if p.shape != shapes.get(name))
+        resident, made = (int(self.resident * part / size) for part in (rest, new))
+        mapped = int(self.mapped * (rest - new) / size)
+        return dataclasses.replace(self, model=smaller, resident=resident, mapped=mapped), made
 
     def _flowing(self) -> int:
         """Bytes of the inputs of a block, over all micro-batches."""
@@ -221,15 +241,20 @@ class _Case:
             most += sum(4 * columns**2 for columns in _inputs(self.model, method.skip)) - 4 * wide**2
         return held + most
 
-    def _training(self, method: Method, shapes: Sequence[tuple[int, int]], scope: str, tokens: int) -> int:
-        """Bytes of all linears of a block with their trainable parts, and of the passes whose gradients are taken."""
+    def _training(self, method: Method, i: int, shapes: Sequence[tuple[int, int]], scope: str, tokens: int) -> int:
+        """Bytes of all linears of a block, or of the model, with their trainable parts, and of the passes whose
+        gradients are taken, for method i of the recipe."""
         weights = sum(out * columns for out, columns in shapes)
         wide = sum(max(shape) for shape in shapes)
         if scope == "model":  # every block keeps data for its gradient, and the loss the logits in float32
             saved = len(find_blocks(self.model)[1]) * (12 * self._hidden + wide)
-            every = sum(out * columns for out, columns in targets(self.model).values())
+            stored, _ = linears_to_be(self.recipe[:i], self.model)
+            held = sum(
+                method.held_copies(name in stored, self.itemsize) * out * columns
+                for name, (out, columns) in targets(self.model).items()
+            )
             logits = 4 * tokens * self.model.get_input_embeddings().num_embeddings
-            return int(4 * (tokens * saved + logits + method.held_copies * every))
+            return int(4 * (tokens * saved + logits + held))
         return int(4 * weights * method.working_set[0]) + 3 * 4 * tokens * (8 * self._hidden + wide)
 
     def _folding(self, method: FoldingMethod, shapes: Sequence[tuple[int, int]]) -> int:

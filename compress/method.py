@@ -56,16 +56,6 @@ class Method:
     # [out, in], and of the Gram matrix [in, in] of its inputs beside that matrix itself. They predict peak memory.
     working_set: ClassVar[tuple[float, float]] = (8.0, 0.0)
 
-    @property
-    def held_copies(self) -> float:
-        """The number of float32 copies of all weights of the blocks that training of the whole model holds."""
-        return 0.0
-
-    @property
-    def made_twice(self) -> float:
-        """The share of the model that exists in its former and in its new form until this method has ended."""
-        return 0.0
-
     def __new__(cls, *values: Any, **knobs: Any) -> "Method":
         check_knob_names(cls, knobs, named=not values)
         return super().__new__(cls)
@@ -101,6 +91,14 @@ class Method:
         """The scope of gradients, "block" or "model", and the tokens of an update if the longest calibration batch has
         `longest` tokens; None if nothing is trained. Peak memory is predicted from this."""
         return None
+
+    def held_copies(self, stored: bool, itemsize: int) -> float:
+        """The number of float32 copies of a linear's weight that training of the whole model holds beside the weight.
+
+        Args:
+            stored: whether an earlier method stores the weight; else it is plain, of a dtype of `itemsize` bytes.
+        """
+        return 0.0
 
     def within(self, before: Sequence["Method"], after: Sequence["Method"]) -> "Method":
         """This method as it acts between these methods of a recipe: itself, or a copy with knobs that they settle.

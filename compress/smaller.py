@@ -1,21 +1,110 @@
-"""The config of a model that has lost some of its parts, and whether a model of that config would be the same."""
+"""The config of a model that has lost some of its parts, whether a model of that config would be the same, and the base
+of methods that drop units of every block."""
 
 import copy
 import tempfile
-from collections.abc import Iterator, Set
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from compress.linear import CompressedLinear, is_linear, shape_of
+from compress.linear import CompressedLinear, compressed_linears, is_linear, parameter_count, shape_of, sharing_copy
+from compress.method import Method
 from compress.walk.blocks import find_blocks
+from compress.walk.context import Context
 from compress.walk.experts import SplitExperts, is_fused_experts
-from compress.walk.offload import empty_weights
+from compress.walk.finite import NotFinite
+from compress.walk.folds import checks
+from compress.walk.offload import empty_weights, is_offloaded
+from eval.record.compression import DropRecord
 from kernels.support.errors import first_line
 
 NUMBERS = ("layer_idx", "layer_id")  # attributes in which the modules of a block keep its number
 PLAIN = (int, float, bool, str, type(None))
+Chosen = Mapping[int, Tensor]  # by number of a block, the numbers of its units that stay
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitDrop(Method):
+    """Removes the least important units of every block that has such units, so that the model has a smaller config.
+
+    Subclasses say which units there are, how important each is, how units that are not chosen lose their effect, and
+    how they are cut out of a copy of the model.
+    """
+
+    stage: ClassVar[str] = "drop"
+    needs_calibration: ClassVar[bool] = True
+    routed: ClassVar[bool] = False  # rounding may send a few tokens another way
+    kind: ClassVar[str]  # of the units, in records
+    refused: ClassVar[str]  # the beginning of errors that refuse a model
+    mistaken: ClassVar[str]  # what is wrong with units if the smaller model does not compute as the masked one
+    # (model): by number of the block, its units, with their `count` and the `name` of their part of the block.
+    units: ClassVar[Callable[..., Mapping[int, Any]]]
+    # (model, count): the number of units of `count` that stay; ValueError if none would go, or too few would stay.
+    left: ClassVar[Callable[..., int]]
+    # (model, units, batches, device): by number of the block, the importance [count] of its units.
+    importance: ClassVar[Callable[..., dict[int, Tensor]]]
+    # (model, units, chosen): while the context lasts, units that are not chosen have no effect.
+    masked: ClassVar[Callable[..., AbstractContextManager]]
+    # (model, smaller, units, chosen): cuts them out of a copy of the model; the settings of the config that change.
+    cut: ClassVar[Callable[..., dict[str, Any]]]
+
+    def check(self, model: nn.Module) -> None:
+        if is_offloaded(model):
+            raise ValueError(f"`weights` (='disk'): {self.name} needs the model in memory: weights='memory'")
+        if stored := next(iter(compressed_linears(model)), ""):
+            raise ValueError(
+                f"`model` holds {stored} compressed already, and {self.name} removes parts of plain weights"
+            )
+        self.outline(of_settings(model, {}))
+
+    def outline(self, model: nn.Module) -> None:
+        units = self.units(model)
+        self._keep(model, units, {i: torch.arange(self.left(model, its.count)) for i, its in units.items()})
+
+    @torch.no_grad()
+    def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[DropRecord]:
+        units, (prefix, blocks) = self.units(model), find_blocks(model)
+        scores = self.importance(model, units, batches, context.device)
+        if not all(own.isfinite().all() for own in scores.values()):
+            raise NotFinite(f"the importance of some {self.kind} is NaN or infinite")
+        chosen = {i: own.topk(self.left(model, len(own))).indices.sort().values for i, own in scores.items()}
+        before = [parameter_count(block) for block in blocks]
+        with self.masked(model, units, chosen):
+            wanted = checks.logits_of(model)
+        self._keep(model, units, chosen)
+        error = checks.difference(checks.logits_of(model), wanted, routed=self.routed and model.dtype != torch.float32)
+        if not error <= 10 * checks.tolerance(model):
+            raise ValueError(
+                f"{self.refused}: the {self.kind} of {type(model).__name__} {self.mistaken} (its logits differ by "
+                f"{error:.1e} of their length from those of the model in which the others have no effect); the model "
+                "is as it was"
+            )
+        return [
+            DropRecord(
+                name=f"{prefix}.{i}.{units[i].name}",
+                kind=self.kind,
+                block=i,
+                importance=1 - (scores[i][kept].sum() / scores[i].sum().clamp_min(1e-30)).item(),
+                order=1,
+                parameters=before[i] - parameter_count(find_blocks(model)[1][i]),
+                left=len(kept),
+                of=len(scores[i]),
+            )
+            for i, kept in chosen.items()
+        ]
+
+    def _keep(self, model: nn.Module, units: Mapping[int, Any], chosen: Chosen) -> None:
+        """Give the model modules with these units alone, and its config their numbers. All modules are new ones."""
+        smaller = sharing_copy(model)
+        if problem := become(model, smaller, self.cut(model, smaller, units, chosen)):
+            raise ValueError(
+                f"{self.refused}: no config of {type(model).__name__} describes the smaller model: {problem}"
+            )
 
 
 def without_blocks(model: nn.Module, gone: Set[int]) -> dict[str, Any]:

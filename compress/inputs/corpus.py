@@ -54,7 +54,7 @@ def _part(corpus: str, part: str) -> list[str]:
         path = Path(corpus).expanduser()
         if not path.is_file():
             raise ValueError(f"`corpus` (={corpus!r}): there is no such file")
-        documents = _split(documents_of(path), part)
+        documents = _split(corpus, documents_of(path), part)
     elif _is_hub_id(corpus):
         documents = _hub(corpus, part)
     else:
@@ -162,7 +162,7 @@ def _wikitext2(part: str) -> list[str]:
 def _c4(part: str) -> list[str]:
     local = shared_data() / _LOCAL["c4"]
     if local.is_file():
-        return _split(documents_of(local), part)
+        return _split("c4", documents_of(local), part)
     shard = "en/c4-train.00000-of-01024.json.gz" if part == "calibration" else "en/c4-validation.00000-of-00008.json.gz"
     name = _ON_HUB["c4"].partition(":")[0]
     return _load("c4", name, data_files=shard, split="train[:20000]", revision=revision("datasets", name))
@@ -171,7 +171,7 @@ def _c4(part: str) -> list[str]:
 def _essays(part: str) -> list[str]:
     """Paul Graham's essays, the usual haystack of needle tests."""
     local = shared_data() / _LOCAL["essays"]
-    return _split(documents_of(local), part) if local.is_file() else _hub(_ON_HUB["essays"], part)
+    return _split("essays", documents_of(local), part) if local.is_file() else _hub(_ON_HUB["essays"], part)
 
 
 CORPORA: dict[str, Callable[[str], list[str]]] = {
@@ -189,7 +189,7 @@ def _hub(corpus: str, part: str) -> list[str]:
     if "train" in splits and held_out:
         split = "train" if part == "calibration" else held_out
         return _load(corpus, name, configuration or None, split=split, **pinned)
-    return _split(_load(corpus, name, configuration or None, split=splits[0], **pinned), part)
+    return _split(corpus, _load(corpus, name, configuration or None, split=splits[0], **pinned), part)
 
 
 @cache
@@ -231,7 +231,7 @@ def _load(corpus: str, *where, **how) -> list[str]:
     return documents_in(corpus, column, rows[column])
 
 
-def _split(documents: list[str], part: str) -> list[str]:
+def _split(corpus: str, documents: list[str], part: str) -> list[str]:
     """One part of documents that have no parts of their own.
 
     The hash of a document's words decides, so that copies of a document, in this or in another file, are in the same
@@ -240,7 +240,10 @@ def _split(documents: list[str], part: str) -> list[str]:
     different = {_key(d): d for d in documents}
     if len(different) < EVALUATION_SHARE:
         if any(isinstance(d, Chat) for d in documents):
-            raise ValueError(f"`corpus` has {len(different)} chats; it needs at least {EVALUATION_SHARE}")
+            raise ValueError(
+                f"`corpus` (={corpus!r}) has {len(different)} chats; it needs at least {EVALUATION_SHARE}, so that "
+                "some can be held out"
+            )
         text = "\n\n".join(different.values())
         cut = len(text) * (EVALUATION_SHARE - 1) // EVALUATION_SHARE
         return [text[:cut] if part == "calibration" else text[cut:]]

@@ -1,26 +1,20 @@
 """Expert dropping (REAP, arXiv:2510.13999): remove the experts of every mixture that add least to its output."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from compress.linear import compressed_linears, parameter_count, sharing_copy
-from compress.method import Method, knob
-from compress.smaller import become, of_settings
+from compress.method import knob
+from compress.smaller import Chosen, UnitDrop, of_settings
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import advance, block_calls, device_of, on_device
-from compress.walk.context import Context
 from compress.walk.experts import SplitExperts, expert_count, is_fused_experts
-from compress.walk.finite import NotFinite
-from compress.walk.folds.checks import difference, logits_of, tolerance
-from compress.walk.offload import is_offloaded
 from compress.walk.parallel.ranks import progress_bar
-from eval.record.compression import DropRecord
 from kernels.linear import fast_linear
 
 METRICS = ("reap", "frequency")
@@ -28,14 +22,23 @@ CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "num_experts_per_t
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # names in configs
 
 
+class Mixture(NamedTuple):
+    """The name of the experts in their block, and their number."""
+
+    name: str
+    count: int
+
+
 @dataclass(frozen=True, kw_only=True)
-class ExpertDrop(Method):
+class ExpertDrop(UnitDrop):
     """Removes as many experts from each mixture of experts, so that the model has a smaller config."""
 
     name: ClassVar[str] = "expert_drop"
-    stage: ClassVar[str] = "drop"
     source: ClassVar[str] = "arXiv:2510.13999; frequency: the usual baseline there"
-    needs_calibration: ClassVar[bool] = True
+    kind: ClassVar[str] = "experts"
+    routed: ClassVar[bool] = True
+    refused: ClassVar[str] = "`model` of expert_drop"
+    mistaken: ClassVar[str] = "are chosen in a way that is not known"
 
     ratio: float = knob(0.25, "share of the experts of each block that is removed", range=(0, 1), describes=True)
     metric: str = knob(
@@ -46,69 +49,26 @@ class ExpertDrop(Method):
     )
 
     def check(self, model: nn.Module) -> None:
-        if is_offloaded(model):
-            raise ValueError(f"`weights` (='disk'): {self.name} needs the model in memory: weights='memory'")
-        if stored := next(iter(compressed_linears(model)), ""):
-            raise ValueError(f"`model` holds {stored} compressed already, and {self.name} removes plain weights")
         groups = getattr(model.config.get_text_config(), "n_group", None) or 1
         if groups > 1:
             raise ValueError(
                 f"`model` ({type(model).__name__}) chooses among {groups} groups of experts, which {self.name} does "
                 "not keep apart"
             )
-        self.outline(of_settings(model, {}))
-
-    @property
-    def made_twice(self) -> float:
-        return 1 - self.ratio
+        super().check(model)
 
     def own_passes(self) -> str:
         return "how much each expert adds"
 
-    def outline(self, model: nn.Module) -> None:
-        mixtures = self._mixtures(model)
-        self._keep(model, {i: torch.arange(self._left(model, count)) for i, (_, count) in mixtures.items()})
+    def importance(
+        self, model: nn.Module, units: Mapping[int, Mixture], batches: Sequence[Tensor], device: torch.device
+    ) -> dict[int, Tensor]:
+        return _importance(model, {i: its.name for i, its in units.items()}, batches, device, self.metric)
 
-    @torch.no_grad()
-    def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[DropRecord]:
-        (prefix, blocks), mixtures = find_blocks(model), self._mixtures(model)
-        scores = _importance(
-            model, {i: name for i, (name, _) in mixtures.items()}, batches, context.device, self.metric
-        )
-        chosen = {i: own.topk(self._left(model, len(own))).indices.sort().values for i, own in scores.items()}
-        if not all(own.isfinite().all() for own in scores.values()):
-            raise NotFinite("the importance of an expert is NaN or infinite")
-        before = [parameter_count(block) for block in blocks]
-        with _closed(model, of_settings(model, self._settings(model)), chosen):
-            wanted = logits_of(model)
-        self._keep(model, chosen)
-        error = difference(logits_of(model), wanted, routed=model.dtype != torch.float32)
-        if not error <= 10 * tolerance(model):
-            raise ValueError(
-                f"`model` ({type(model).__name__}) chooses its experts in a way that {self.name} does not know: its "
-                f"logits differ by {error:.1e} of their length from those of the model in which no token may choose "
-                "the others; the model is as it was"
-            )
-        return [
-            DropRecord(
-                name=f"{prefix}.{index}.{mixtures[index][0]}",
-                kind="experts",
-                block=index,
-                importance=1 - (scores[index][kept].sum() / scores[index].sum().clamp_min(1e-30)).item(),
-                order=1,
-                parameters=before[index] - parameter_count(find_blocks(model)[1][index]),
-                left=len(kept),
-                of=len(scores[index]),
-            )
-            for index, kept in chosen.items()
-        ]
+    def masked(self, model: nn.Module, units: Mapping[int, Mixture], chosen: Chosen) -> AbstractContextManager:
+        return _closed(model, of_settings(model, self._settings(model, units)), chosen)
 
-    def _left(self, model: nn.Module, count: int) -> int:
-        """The number of experts of `count` that stay.
-
-        Raises:
-            ValueError: none is removed, or fewer stay than a token reaches.
-        """
+    def left(self, model: nn.Module, count: int) -> int:
         left = round(count * (1 - self.ratio))
         config = model.config.get_text_config()
         least = max(getattr(config, key, None) or 1 for key in CHOSEN)
@@ -119,17 +79,17 @@ class ExpertDrop(Method):
             )
         return left
 
-    def _mixtures(self, model: nn.Module) -> dict[int, tuple[str, int]]:
-        """By number of the block, the name of its experts in it and their number; blocks without experts have none.
+    def units(self, model: nn.Module) -> dict[int, Mixture]:
+        """By number of the block, its experts; blocks without experts have none.
 
         Raises:
             ValueError: there are none, or they are stored in a way that is not known.
         """
-        found: dict[int, tuple[str, int]] = {}
+        found: dict[int, Mixture] = {}
         for index, block in enumerate(find_blocks(model)[1]):
             for name, module in block.named_modules():
                 if is_fused_experts(module) or isinstance(module, SplitExperts):
-                    found[index] = name, expert_count(module)
+                    found[index] = Mixture(name, expert_count(module))
         if not found:
             raise ValueError(
                 f"`model` ({type(model).__name__}) has no mixture of experts that {self.name} knows; width makes MLPs "
@@ -137,20 +97,16 @@ class ExpertDrop(Method):
             )
         return found
 
-    def _settings(self, model: nn.Module) -> dict[str, Any]:
+    def _settings(self, model: nn.Module, units: Mapping[int, Mixture]) -> dict[str, Any]:
         """The settings of the config that change."""
-        config, (_, count) = model.config.get_text_config(), next(iter(self._mixtures(model).values()))
+        config, count = model.config.get_text_config(), next(iter(units.values())).count
         keys = [key for key in COUNTS if getattr(config, key, None) == count]
         if not keys:
-            raise ValueError(f"{self._refused(model)}: it has no setting of {count} experts")
-        return {keys[0]: self._left(model, count)}
+            raise ValueError(f"{self.refused}: the config of {type(model).__name__} has no setting of {count} experts")
+        return {keys[0]: self.left(model, count)}
 
-    def _refused(self, model: nn.Module) -> str:
-        return f"`model` ({type(model).__name__}): no config describes it after {self.name}"
-
-    def _keep(self, model: nn.Module, chosen: Mapping[int, Tensor]) -> None:
-        """Keep these experts of each block, with what the router has for them. All modules are new ones."""
-        smaller, settings = sharing_copy(model), self._settings(model)
+    def cut(self, model: nn.Module, smaller: nn.Module, units: Mapping[int, Mixture], chosen: Chosen) -> dict[str, Any]:
+        settings = self._settings(model, units)
         theirs = dict(of_settings(model, settings).named_modules())
         prefix, blocks = find_blocks(smaller)
         for index, kept in chosen.items():
@@ -162,8 +118,7 @@ class ExpertDrop(Method):
                     module.num_experts = len(kept)
                 elif (other := theirs.get(f"{prefix}.{index}.{name}".removesuffix("."))) is not None:
                     _take(module, other, kept)
-        if problem := become(model, smaller, settings):
-            raise ValueError(f"{self._refused(model)}: {problem}")
+        return settings
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 residual stream; what is left is a plain model of a smaller config."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,18 +12,13 @@ from torch.nn.functional import cross_entropy
 from transformers.pytorch_utils import Conv1D
 
 from compress.dropped import parts_of
-from compress.linear import compressed_linears, is_linear, parameter_count, shape_of, sharing_copy, weight_of
-from compress.method import Method, knob
-from compress.smaller import become, of_settings
+from compress.linear import is_linear, shape_of, weight_of
+from compress.method import knob
+from compress.smaller import Chosen, UnitDrop
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import advance, block_calls, device_of, on_device
-from compress.walk.context import Context
 from compress.walk.experts import SplitExperts, is_fused_experts
-from compress.walk.finite import NotFinite
-from compress.walk.folds.checks import difference, logits_of, tolerance
-from compress.walk.offload import is_offloaded
 from compress.walk.parallel.ranks import progress_bar
-from eval.record.compression import DropRecord
 from kernels.linear import fast_linear
 
 PARTS = {"mlp": "mlp", "heads": "attention"}  # by target, the part of a block that gets narrower
@@ -36,10 +31,12 @@ WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "ffn_int
 class Units:
     """The places of a part's units in its linears.
 
-    rows: by name of a linear in the block, its outputs [units, n] that belong to each unit. consumer: the name of the
-    linear that reads the units, and makes the output of the part. columns: its inputs [units, n] of each unit.
+    name: of the part of the block. rows: by name of a linear in the block, its outputs [units, n] that belong to each
+    unit. consumer: the name of the linear that reads the units, and makes the output of the part. columns: its inputs
+    [units, n] of each unit.
     """
 
+    name: str
     rows: Mapping[str, Tensor]
     consumer: str
     columns: Tensor
@@ -50,13 +47,12 @@ class Units:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Width(Method):
+class Width(UnitDrop):
     """Removes units of MLPs or groups of heads, as many in each block, so that the model has a smaller config."""
 
     name: ClassVar[str] = "width"
-    stage: ClassVar[str] = "drop"
     source: ClassVar[str] = "arXiv:2407.14679 (activation); arXiv:1906.10771 (taylor)"
-    needs_calibration: ClassVar[bool] = True
+    mistaken: ClassVar[str] = "lie in another order than they were taken for"
 
     target: str = knob(
         "mlp",
@@ -77,22 +73,27 @@ class Width(Method):
     )
 
     def check(self, model: nn.Module) -> None:
-        if is_offloaded(model):
-            raise ValueError(f"`weights` (='disk'): {self.name} needs the model in memory: weights='memory'")
-        if stored := next(iter(compressed_linears(model)), ""):
-            raise ValueError(
-                f"`model` holds {stored} compressed already, and {self.name} removes parts of plain weights"
-            )
         if self.metric == "taylor" and model.dtype == torch.float16:
             raise ValueError(
                 f"`metric` (='taylor') of {self.name}: most gradients are 0 in float16; load the model in float32 or "
                 "bfloat16, or take metric='activation'"
             )
-        self.outline(of_settings(model, {}))
+        super().check(model)
+
+    def check_run(self, model: nn.Module, batches: Sequence[Tensor], device: torch.device, processes: int) -> None:
+        if self.metric == "taylor" and device.type != device_of(model).type:
+            raise ValueError(
+                f"`device` (={str(device)!r}): metric='taylor' of {self.name} takes gradients of the whole model where "
+                f"it lies, on {device_of(model)}: load it on the other device, or take metric='activation'"
+            )
 
     @property
-    def made_twice(self) -> float:
-        return 1 - self.ratio
+    def kind(self) -> str:
+        return KINDS[self.target]
+
+    @property
+    def refused(self) -> str:
+        return f"`target` (={self.target!r}) of {self.name}"
 
     def trains(self, longest: int) -> tuple[str, int] | None:
         return ("model", longest) if self.metric == "taylor" else None
@@ -100,52 +101,16 @@ class Width(Method):
     def own_passes(self) -> str:
         return f"how much each unit of the {PARTS[self.target]} matters"
 
-    def outline(self, model: nn.Module) -> None:
-        units = self._units(model)
-        keep = self._left(units[min(units)].count)
-        self._narrow(model, units, {index: torch.arange(keep) for index in units})
-
-    @torch.no_grad()
-    def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[DropRecord]:
-        units, (prefix, blocks) = self._units(model), find_blocks(model)
-        keep = self._left(units[min(units)].count)
+    def importance(
+        self, model: nn.Module, units: Mapping[int, Units], batches: Sequence[Tensor], device: torch.device
+    ) -> dict[int, Tensor]:
         measure = _by_gradients if self.metric == "taylor" else _by_activations
-        scores = measure(model, units, batches, context.device)
-        if not all(own.isfinite().all() for own in scores.values()):
-            raise NotFinite("the importance of a unit is NaN or infinite")
-        chosen = {index: its.topk(keep).indices.sort().values for index, its in scores.items()}
-        before = [parameter_count(block) for block in blocks]
-        with _zeroed(model, units, chosen):
-            wanted = logits_of(model)
-        self._narrow(model, units, chosen)
-        error = difference(logits_of(model), wanted)
-        if not error <= 10 * tolerance(model):
-            raise ValueError(
-                f"`target` (={self.target!r}) of {self.name}: the units of {type(model).__name__} lie in another order "
-                f"than they were taken for (its logits differ by {error:.1e} of their length from those of the model "
-                "with zeros in the place of the units); the model is as it was"
-            )
-        return [
-            DropRecord(
-                name=f"{prefix}.{index}.{', '.join(parts_of(block)[PARTS[self.target]])}",
-                kind=KINDS[self.target],
-                block=index,
-                importance=1 - (scores[index][chosen[index]].sum() / scores[index].sum().clamp_min(1e-30)).item(),
-                order=1,
-                parameters=before[index] - parameter_count(block),
-                left=keep,
-                of=units[index].count,
-            )
-            for index, block in enumerate(find_blocks(model)[1])
-            if index in units
-        ]
+        return measure(model, units, batches, device)
 
-    def _left(self, count: int) -> int:
-        """The number of units of `count` that stay.
+    def masked(self, model: nn.Module, units: Mapping[int, Units], chosen: Chosen) -> AbstractContextManager:
+        return _zeroed(model, units, chosen)
 
-        Raises:
-            ValueError: none is removed, or none stays.
-        """
+    def left(self, model: nn.Module, count: int) -> int:
         step = self.multiple if self.target == "mlp" else 1
         left = round(count * (1 - self.ratio) / step) * step
         if not 0 < left < count:
@@ -157,14 +122,13 @@ class Width(Method):
             )
         return left
 
-    def _units(self, model: nn.Module) -> dict[int, Units]:
+    def units(self, model: nn.Module) -> dict[int, Units]:
         """By number of the block, the units of its part; blocks whose part was dropped have none.
 
         Raises:
             ValueError: they are not known, or differ in number.
         """
         _, blocks = find_blocks(model)
-        refused = f"`target` (={self.target!r}) of {self.name}"
         units: dict[int, Units] = {}
         for index, block in enumerate(blocks):
             if names := parts_of(block)[PARTS[self.target]]:
@@ -172,13 +136,13 @@ class Width(Method):
                 try:
                     units[index] = find(model, block, names)
                 except _Unknown as reason:
-                    raise ValueError(f"{refused}: block {index} of {type(model).__name__} {reason}") from None
+                    raise ValueError(f"{self.refused}: block {index} of {type(model).__name__} {reason}") from None
         if not units:
-            raise ValueError(f"{refused}: no block of {type(model).__name__} has such a part")
+            raise ValueError(f"{self.refused}: no block of {type(model).__name__} has such a part")
         if len(counts := {its.count for its in units.values()}) > 1:
             raise ValueError(
-                f"{refused}: the blocks of {type(model).__name__} have {', '.join(map(str, sorted(counts)))} units, "
-                "and must have equally many"
+                f"{self.refused}: the blocks of {type(model).__name__} have {', '.join(map(str, sorted(counts)))} "
+                "units, and must have equally many"
             )
         return units
 
@@ -192,21 +156,14 @@ class Width(Method):
         names = [key for key in WIDTHS if getattr(config, key, None) == count]
         return dict.fromkeys(names or ["n_inner"], keep)  # GPT-2 derives it from the width of the stream
 
-    def _narrow(self, model: nn.Module, units: Mapping[int, Units], chosen: Mapping[int, Tensor]) -> None:
-        """Give the model narrower modules, and its config their widths. All modules are new ones."""
-        smaller, keep = sharing_copy(model), len(next(iter(chosen.values())))
-        settings = self._settings(model, units, keep)
+    def cut(self, model: nn.Module, smaller: nn.Module, units: Mapping[int, Units], chosen: Chosen) -> dict[str, int]:
         blocks = find_blocks(smaller)[1]
         for index, its in units.items():
             for name, rows in its.rows.items():
                 _slice(blocks[index].get_submodule(name), rows[chosen[index]].flatten().sort().values, None)
             columns = its.columns[chosen[index]].flatten().sort().values
             _slice(blocks[index].get_submodule(its.consumer), None, columns)
-        if problem := become(model, smaller, settings):
-            raise ValueError(
-                f"`target` (={self.target!r}) of {self.name}: no config of {type(model).__name__} describes the "
-                f"narrower model: {problem}"
-            )
+        return self._settings(model, units, len(next(iter(chosen.values()))))
 
 
 class _Unknown(Exception):
@@ -227,7 +184,7 @@ def _of_mlp(model: nn.Module, block: nn.Module, names: Sequence[str]) -> Units:
             raise _Unknown(f"has a {name} of {out} outputs in its MLP, beside a width of {inner}")
         if name != consumer:
             rows[name] = torch.arange(out).view(-1, inner).T
-    return Units(rows, consumer, torch.arange(inner)[:, None])
+    return Units(", ".join(names), rows, consumer, torch.arange(inner)[:, None])
 
 
 def _of_heads(model: nn.Module, block: nn.Module, names: Sequence[str]) -> Units:
@@ -249,7 +206,7 @@ def _of_heads(model: nn.Module, block: nn.Module, names: Sequence[str]) -> Units
     for name, its in rows.items():
         if its is None:
             raise _Unknown(f"has a {name} in its attention that is not queries, keys or values of {size} each")
-    return Units(rows, consumer, queries)
+    return Units(", ".join(names), rows, consumer, queries)
 
 
 def _linears(block: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:

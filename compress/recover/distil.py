@@ -30,7 +30,9 @@ RATES = {"scales": 1e-3, "weights": 1e-3, "adapters": 2e-3, "norms": 2e-3}  # by
 HELD_OUT = 16  # one window in so many is held out, at most MOST_HELD_OUT
 MOST_HELD_OUT = 4
 LONGEST_ALONE = 45  # minutes for which other processes wait
-TEACHING = 0.2  # the largest share of a budget of minutes that the original model's predictions take
+# Passes of the original model that a window costs in training, by `train`: one forward, one for the gradients of
+# inputs, one for those of weights, and one for the optimiser's work where it moves every weight.
+PASSES = {"scales": 3, "weights": 4, "adapters": 3, "norms": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +62,17 @@ class Distil(Method):
     steps: int = knob(1000, "most updates of what learns", range=(1, 1 << 24))
     minutes: float = knob(
         10.0,
-        "time in minutes, with the original model's predictions; it fixes the number of updates after the first "
-        "twelve; 0: no limit",
+        "time in minutes, with the original model's predictions, which take a fifth to a third of it, for as many "
+        "windows as training goes through about once; it fixes the number of updates after the first twelve; 0: no "
+        "limit",
         range=(0, 1e6),
         describes=True,
     )
-    windows: int = knob(1024, "most windows of text; the calibration corpus may have fewer", range=(2, 1 << 24))
+    windows: int = knob(
+        1024,
+        "most windows of text; the calibration corpus may have fewer, and the updates may need fewer",
+        range=(2, 1 << 24),
+    )
     batch: int = knob(2, "windows per update", range=(1, 1 << 16))
     rate: float = knob(
         0.0,
@@ -77,12 +84,6 @@ class Distil(Method):
     keep_zeros: bool | None = knob(
         None, "weights that are stored as 0 stay 0; None: True if an earlier method of the recipe pruned"
     )
-
-    @property
-    def held_copies(self) -> float:
-        """The weights in float32, as they are read and as they are stored, their gradients, and the optimiser's state;
-        with fewer numbers that learn, only some of these have the size of the weights."""
-        return {"scales": 5.0, "weights": 9.0, "adapters": 3.0, "norms": 1.0}[self.train]
 
     @property
     def reads_originals(self) -> bool:
@@ -113,7 +114,7 @@ class Distil(Method):
             raise ValueError(f"`train` (='norms') of {self.name}: this model has no norms or biases that could learn")
 
     def check_run(self, model: nn.Module, batches: Sequence[Tensor], device: torch.device, processes: int) -> None:
-        there = len(self._text(batches))
+        there = sum(map(len, self._text(batches)))
         if there < 2:
             raise ValueError(f"`batches` has {there} windows for {self}; it needs at least 2, one of which is held out")
         if device.type != device_of(model).type:
@@ -133,14 +134,28 @@ class Distil(Method):
     def trains(self, longest: int) -> tuple[str, int]:
         return "model", longest
 
+    def held_copies(self, stored: bool, itemsize: int) -> float:
+        """The weights in float32, as they are read and as they are stored, their gradients, the optimiser's state, and
+        the best state; with fewer numbers that learn, only some of these have the size of the weights."""
+        if stored:
+            return {"scales": 5.0, "weights": 9.0, "adapters": 3.0, "norms": 1.0}[self.train]
+        return (6.0 if self.train == "weights" else 0.0) + (itemsize < 4)  # plain weights in float32 are shared
+
     def prepare(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> "Prepared":
-        """The predictions of the original model."""
-        text = self._text(batches)
-        made = Prepared.at(context.store, text, self._held_out(len(text)))
+        """The predictions of the original model.
+
+        With `minutes`, they are written for as many windows as training will go through about once: a window costs one
+        pass here, and `PASSES` in training, so that no window is begun after 1 / (1 + PASSES) of the minutes. A window
+        that training does not reach has cost one pass for nothing; from windows that it reaches again it learns little
+        that holds for other text.
+        """
+        held_out, trained = self._text(batches)
+        text = [*held_out, *trained]
+        made = Prepared.at(context.store, text, len(held_out))
         if current().rank == 0:
             with joined(device_of(model), alone=True):
-                least = made.held_out + self.batch
-                made.teacher.write(model, text, least=least, seconds=60 * TEACHING * self.minutes)
+                least, seconds = made.held_out + self.batch, 60 * self.minutes / (1 + PASSES[self.train])
+                made.teacher.write(model, text, least=least, seconds=seconds)
         current().check()
         return made
 
@@ -188,15 +203,14 @@ class Distil(Method):
         )
         return trained, record
 
-    def _text(self, batches: Sequence[Tensor]) -> list[Tensor]:
-        """The windows, those that are held out first. They are not of the calibration if its corpus has others."""
+    def _text(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The windows that are held out, and those that are trained on, no more than all updates together read. Those
+        that are held out are not of the calibration if its corpus has others."""
         more = getattr(batches, "further", lambda count: [])  # of `compress.calibration`
         every = [*batches, *more(max(self.windows - len(batches), MOST_HELD_OUT))]
-        held_out = self._held_out(min(len(every), self.windows))
-        return [*every[len(every) - held_out :], *every[: min(self.windows, len(every)) - held_out]]
-
-    def _held_out(self, windows: int) -> int:
-        return min(MOST_HELD_OUT, max(1, windows // HELD_OUT))
+        count = min(len(every), self.windows)
+        held_out = min(MOST_HELD_OUT, max(1, count // HELD_OUT))
+        return every[len(every) - held_out :], every[: min(count - held_out, self.steps * self.batch)]
 
 
 def _adds_factors(method: Method) -> bool:

@@ -8,9 +8,12 @@ SMALLEST = 1e-6  # the least probability that is assumed for all tokens outside 
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Ids and log-probabilities, both [n, count], of the likeliest tokens for logits [n, vocabulary]."""
-    logp, ids = (logits - logits.logsumexp(-1, keepdim=True)).topk(min(count, logits.shape[-1]))
-    return ids, logp
+    """Ids and log-probabilities, both [n, count], of the likeliest tokens, in any order, for logits [n, vocabulary].
+
+    They have the largest logits, so that log-probabilities of all other tokens need not be computed.
+    """
+    largest, ids = logits.topk(min(count, logits.shape[-1]), sorted=False)
+    return ids, largest - logits.logsumexp(-1, keepdim=True)
 
 
 def divergence(logits: Tensor, ids: Tensor, logp: Tensor, loss: str = "forward") -> Tensor:

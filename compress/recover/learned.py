@@ -200,9 +200,10 @@ def product_dtype(model: nn.Module) -> torch.dtype:
 @contextmanager
 def fast_products(model: nn.Module) -> Iterator[None]:
     """While the context lasts, the results of matrix products, those of the head among them, are rounded to
-    `product_dtype`; sums along the residual stream and norms have the dtype of passes."""
+    `product_dtype`; sums along the residual stream and norms have the dtype of passes. A model that has another dtype
+    than that, outside of `learning`, computes in its own."""
     dtype = product_dtype(model)
-    rounds = dtype != training_dtype(model)
+    rounds = dtype != training_dtype(model) == model.dtype
     # Without autocast's cache, which would give the weights of earlier updates inside an autocast of the caller's.
     with torch.autocast(device_of(model).type, dtype, enabled=rounds, cache_enabled=False):
         yield

@@ -62,13 +62,13 @@ def test_what_is_left_computes_as_if_the_others_were_closed(architecture, tiny, 
 def test_no_token_reaches_closed_experts(architecture, dtype, tiny, tokens):
     """Some routers multiply by a copy of their weight in float32, and choose by a bias as well."""
     model, ids, method = tiny(architecture).to(dtype), tokens(1, 24)[0], ExpertDrop(ratio=0.25)
-    mixtures, reached = method._mixtures(model), {}
+    mixtures, reached = method.units(model), {}
     for index, (name, _) in mixtures.items():
         experts = find_blocks(model)[1][index].get_submodule(name)
         experts.register_forward_pre_hook(lambda _, args, index=index: reached.update({index: args[1]}))
-    kept = {index: torch.arange(1, 1 + method._left(model, count)) for index, (_, count) in mixtures.items()}
+    kept = {index: torch.arange(1, 1 + method.left(model, count)) for index, (_, count) in mixtures.items()}
     before = {name: p.clone() for name, p in model.state_dict().items()}
-    with _closed(model, of_settings(model, method._settings(model)), kept):
+    with _closed(model, of_settings(model, method._settings(model, mixtures)), kept):
         logits(model, ids)
     assert reached.keys() == kept.keys()
     assert all(set(own.flatten().tolist()) <= set(kept[index].tolist()) for index, own in reached.items())
@@ -143,7 +143,7 @@ def test_other_ways_of_choosing_are_found_out(tiny, tokens, monkeypatch):
     model, text = tiny("mixtral"), tokens(4, 24)
     monkeypatch.setattr(MixtralTopKRouter, "forward", shifted)
     before, config = logits(model, text[0]), model.config.to_dict()
-    with pytest.raises(ValueError, match="chooses its experts in a way that expert_drop does not know"):
+    with pytest.raises(ValueError, match="the experts of MixtralForCausalLM are chosen in a way that is not known"):
         apply("expert_drop(ratio=0.25)", model, text)
     assert torch.equal(logits(model, text[0]), before) and model.config.to_dict() == config
 

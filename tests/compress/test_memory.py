@@ -1,14 +1,17 @@
 """Peak memory and disk of a compression: predicted, refused where they are too much, measured."""
 
+import itertools
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from compress import METHODS, apply
+from compress import METHODS, apply, memory
 from compress.memory import bytes_of, predicted
+from compress.method import settle
 from compress.recipe import parse_recipe
 from compress.walk.offload import named_tensors, put_on_disk
 
@@ -42,6 +45,27 @@ def test_the_prediction_follows_what_is_asked(tiny, tokens):
     assert predicted(parse_recipe("smoothquant"), on_disk, few).predicted_disk > bits[2]
 
 
+def test_the_prediction_follows_what_drops_leave(tiny, tokens, monkeypatch):
+    """Training of plain weights holds six copies of what is left; what is cut is in memory beside what is left of it."""
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=10**9))
+    monkeypatch.setattr(memory.psutil, "Process", lambda: process)
+    model, text = tiny("llama", hidden_size=256, intermediate_size=4096), tokens(4, 24)
+
+    def added(recipe: str) -> int:
+        return predicted(settle(parse_recipe(recipe)), model, text).predicted_peak
+
+    mlps = sum(p.nbytes for name, p in model.named_parameters() if ".mlp." in name)
+    trained = [added(f"width(ratio={ratio}), distil(train=weights, minutes=0)") for ratio in (0.25, 0.5, 0.75)]
+    for less, more in itertools.pairwise(trained):
+        gone = (less - more) / (0.25 * mlps)  # the weights themselves, six copies, and some activations
+        assert 7 <= gone <= 7.5, gone
+    assert added("width(ratio=0.25)") - added("width(ratio=0.5)") == pytest.approx(0.25 * mlps, rel=0.05)
+    dropped, all_of_it = added("layer_drop(count=1), distil(train=weights, minutes=0)"), added("layer_drop(count=1)")
+    attention = sum(p.nbytes for name, p in model.named_parameters() if ".0.self_attn." in name and p.dim() == 2)
+    assert dropped - all_of_it == pytest.approx(6 * (mlps + attention), rel=0.1)
+    assert {p.device.type for p in model.parameters()} == {"cpu"} and model.config.intermediate_size == 4096
+
+
 def test_a_compression_over_the_limit_is_refused_with_alternatives_that_fit(tiny, tokens):
     model, batches = tiny("llama"), tokens(500, 100)
     most, least = (predicted(parse_recipe(r), model, batches).predicted_peak for r in (GPTQ, "rtn(group_size=16)"))
@@ -53,8 +77,6 @@ def test_a_compression_over_the_limit_is_refused_with_alternatives_that_fit(tiny
 
 
 def test_activations_go_to_disk_where_they_would_not_fit(tiny, tokens, monkeypatch):
-    from compress import memory
-
     peaks = {"memory": 2000, "disk": 1000}
     monkeypatch.setattr(memory._Case, "peak", lambda case: peaks[case.activations])
     recipe = parse_recipe(GPTQ)
@@ -92,12 +114,22 @@ print(json.dumps([usage.peak, usage.predicted_peak, usage.disk, usage.predicted_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["memory", "disk"])
-@pytest.mark.parametrize("recipe", ["gptq", "smoothquant, int8", "rotate(steps=2)", "flatquant(steps=2)"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "gptq",
+        "smoothquant, int8",
+        "rotate(steps=2)",
+        "flatquant(steps=2)",
+        "width(ratio=0.33), distil(train=weights, steps=3, minutes=0)",
+    ],
+)
 def test_the_embedded_model_takes_what_was_predicted(recipe, weights, data):
     command = [sys.executable, "-c", MEASURE, recipe, weights]
-    if recipe.startswith("rotate") and weights == "disk":
+    why = {"rotate": "has its weights on disk, where rotate cannot fold", "width": "width needs the model in memory"}
+    if (cannot := recipe.partition("(")[0]) in why and weights == "disk":
         refused = subprocess.run(command, text=True, capture_output=True)
-        assert refused.returncode and "has its weights on disk, where rotate cannot fold" in refused.stderr
+        assert refused.returncode and why[cannot] in refused.stderr
         return
     told = subprocess.check_output(command, text=True).splitlines()[-1]
     peak, predicted, disk, predicted_disk = json.loads(told)

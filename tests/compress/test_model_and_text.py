@@ -364,7 +364,7 @@ def test_chats_that_cannot_be_written(tmp_path, real):
 
     assert "must be a list of turns" in refused([["Hello"]] * 9)
     assert "must be a list of turns" in refused([[{"role": "user", "content": [{"type": "image"}]}]] * 9)
-    assert "it needs at least 4" in refused(chats(2))
+    assert f"`corpus` (={str(path)!r}) has 2 chats; it needs at least 4" in refused(chats(2))
     assert "the chat template of this tokeniser does not write" in refused(chats(20), None)
     assert "no roles here" in refused(chats(20), "{{ raise_exception('no roles here') }}")
 

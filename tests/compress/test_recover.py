@@ -15,11 +15,13 @@ from compress.linear import CompressedLinear, compressed_linears
 from compress.method import settle
 from compress.plan import plan
 from compress.recipe import parse_recipe
-from compress.recover import loop
+from compress.recover import learned, loop
+from compress.recover import teacher as predictions
 from compress.recover.at_head import AtHead
 from compress.recover.divergence import divergence, likeliest
 from compress.recover.learned import DistilledLinear, learning
 from compress.transforms import ChainedTransform, Hadamard, Rounding
+from compress.walk.resume import BlockStore
 from kernels.w8a8_matmul import quantize_weight
 
 QUICK = "steps=12, minutes=0, batch=2"
@@ -61,6 +63,10 @@ def test_the_divergence_over_all_tokens_is_that_of_torch():
     assert ((both >= torch.minimum(forward, reverse) - 1e-6) & (both <= torch.maximum(forward, reverse) + 1e-6)).all()
     fewer = divergence(student, *likeliest(teacher, 8))
     assert ((fewer > 0) & (fewer <= forward + 1e-6)).all(), "tokens that count as one cannot tell models apart further"
+    ids, logp = likeliest(teacher, 8)
+    exact, order = p.sort(descending=True)
+    assert torch.equal(ids.sort().values, order[:, :8].sort().values)
+    assert torch.allclose(logp, p.gather(-1, ids), atol=1e-6)
 
 
 def test_the_less_certain_model_is_drawn_to_the_other():
@@ -231,10 +237,12 @@ def test_zeros_stay_in_every_format(stored, ratio, peaked, tokens):
 def test_held_out_windows_are_not_of_the_calibration_if_there_are_others():
     _, tokenizer = load_model("tiny")
     batches = calibration(tokenizer, corpus="pydocs", samples=40, seqlen=16)
-    text = METHODS["distil"](windows=32)._text(batches)
+    scored, trained = METHODS["distil"](windows=32)._text(batches)
     calibrated = {tuple(window[0].tolist()) for window in batches}
-    assert len(text) == 32
-    assert [tuple(window[0].tolist()) in calibrated for window in text] == [False] * 2 + [True] * 30
+    assert [tuple(window[0].tolist()) in calibrated for window in scored] == [False] * 2
+    assert [tuple(window[0].tolist()) in calibrated for window in trained] == [True] * 30
+    few = METHODS["distil"](windows=32, steps=3, batch=2)._text(batches)
+    assert [len(windows) for windows in few] == [2, 6], "three updates do not read more"
 
 
 class Killed(Exception):
@@ -302,6 +310,77 @@ def test_a_training_killed_before_its_updates_were_counted_goes_on(peaked, token
     assert record.curve[-1].step == 12
 
 
+class Clock:
+    """Seconds that passes of a model take, in place of `time`: one for each window of 24 tokens."""
+
+    def __init__(self, model):
+        self.now = 0.0
+        model.model.layers[0].register_forward_hook(self._count)
+
+    def _count(self, _, args, output):
+        self.now += args[0].shape[1] / 24
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.mark.parametrize(("train", "backward"), [("scales", 2.0), ("weights", 3.0), ("norms", 1.0)])
+def test_training_within_minutes_goes_through_the_text_about_once(train, backward, peaked, tokens, monkeypatch):
+    model = peaked()
+    clock, once = Clock(model), loop.Loop._backward
+
+    def slower(self, window):
+        clock.now += backward
+        return once(self, window)
+
+    monkeypatch.setattr(loop.Loop, "_backward", slower)
+    for module in (loop, predictions):
+        monkeypatch.setattr(module, "time", clock)
+    recipe = f"rtn(bits=3, group_size=16), distil(train={train}, minutes=4, windows=400)"
+    (record,) = apply(recipe, model, tokens(400, 24)).recoveries
+    written = record.windows - record.held_out
+    assert record.windows < 100 and 0.8 < record.curve[-1].tokens / 24 / written < 1.05
+    assert record.teacher_seconds + record.curve[-1].seconds == pytest.approx(240, rel=0.05)
+
+
+def test_predictions_of_a_killed_process_count_in_its_minutes(peaked, tokens, monkeypatch, tmp_path):
+    model, text = peaked(), tokens(40, 24)
+    clock = Clock(model)
+    monkeypatch.setattr(predictions, "time", clock)
+    whole, killed = (predictions.Teacher(BlockStore(tmp_path / name)) for name in ("whole", "killed"))
+    whole.write(model, text, least=2, seconds=20)
+    put = BlockStore.put
+
+    def dies(self, index, *what):
+        put(self, index, *what)
+        if index == 12:
+            raise Killed
+
+    monkeypatch.setattr(BlockStore, "put", dies)
+    with pytest.raises(Killed):
+        killed.write(model, text, least=2, seconds=20)
+    monkeypatch.setattr(BlockStore, "put", put)
+    clock.now = 1000.0
+    killed.write(model, text, least=2, seconds=20)
+    assert 12 < whole.written(40)[0] < 24
+    assert killed.written(40) == pytest.approx(whole.written(40), abs=1)
+
+
+def test_predictions_are_rounded_as_training_is_and_hardly_move(real, monkeypatch, tmp_path):
+    """Where the device multiplies in bfloat16, which this one may only emulate."""
+    model, tokenizer = real
+    (window,) = calibration(tokenizer, samples=1, seqlen=96)
+    exact, rounded = (predictions.Teacher(BlockStore(tmp_path / name)) for name in ("exact", "rounded"))
+    for one, dtype in ((exact, torch.float32), (rounded, torch.bfloat16)):
+        monkeypatch.setattr(learned, "product_dtype", lambda model, dtype=dtype: dtype)
+        one.write(model, [window], least=1)
+    _, logp = rounded.of(0, torch.device("cpu"))
+    with torch.no_grad():
+        apart = divergence(model(window).logits[0], *rounded.of(0, torch.device("cpu"))).mean()
+    assert logp.dtype == torch.float32 and (logp.exp().sum(-1) < 1 + 1e-5).all()
+    assert not torch.equal(logp, exact.of(0, torch.device("cpu"))[1]) and 1e-5 < apart < 1e-3
+
+
 @pytest.mark.parametrize("rounding", ["", ", activations(bits=8)"])
 def test_adapters_learn_and_the_rest_stays(rounding, peaked, tokens, tmp_path):
     recipe, text = f"rtn(bits=3, group_size=16), low_rank(rank=4){rounding}", tokens(12, 24)
@@ -338,11 +417,12 @@ def test_the_text_is_of_the_same_corpus_and_not_what_is_scored():
     batches = calibration(tokenizer, corpus="pydocs", samples=4, seqlen=32)
     more = calibration(tokenizer, corpus="pydocs", samples=6, seqlen=32)
     assert all(torch.equal(a, b) for a, b in zip(more, [*batches, *batches.further(2)], strict=True))
-    text = METHODS["distil"](windows=40)._text(batches)
-    assert len(text) == 40 and torch.equal(text[2], batches[0]) and not any(torch.equal(text[0], b) for b in batches)
+    first, trained = METHODS["distil"](windows=40)._text(batches)
+    assert len(first) == 2 and len(trained) == 38 and torch.equal(trained[0], batches[0])
+    assert not any(torch.equal(first[0], b) for b in batches)
     scored = held_out(tokenizer, corpus="pydocs")[0].unfold(0, 16, 1)
     inside = {tuple(row.tolist()) for row in scored}
-    assert not inside & {tuple(window[0, 1:17].tolist()) for window in text[:8]}
+    assert not inside & {tuple(window[0, 1:17].tolist()) for window in (*first, *trained[:6])}
 
 
 def test_passes_leave_the_model_as_it_was(peaked, tokens):

@@ -72,7 +72,7 @@ def test_the_least_important_units_go(tiny, tokens):
 def test_metrics_are_what_their_papers_define(tiny, tokens):
     model, text = tiny("llama").double(), tokens(3, 16)
     method, (_, blocks) = Width(multiple=1), find_blocks(model)
-    units = method._units(model)
+    units = method.units(model)
     seen = []
     handle = blocks[0].mlp.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()[0]))
     by_hand = []
@@ -95,7 +95,7 @@ def test_metrics_are_what_their_papers_define(tiny, tokens):
 def test_other_places_of_units_are_found_out(tiny, tokens, monkeypatch):
     """Units that lie elsewhere than they are taken for: nothing of the model changes."""
     model, text = tiny("llama"), tokens(4, 24)
-    right = Width._units
+    right = Width.units
 
     def wrong(self, model):
         units = right(self, model)
@@ -103,7 +103,7 @@ def test_other_places_of_units_are_found_out(tiny, tokens, monkeypatch):
             its.rows["mlp.gate_proj"].copy_(its.rows["mlp.gate_proj"].flip(0))
         return units
 
-    monkeypatch.setattr(Width, "_units", wrong)
+    monkeypatch.setattr(Width, "units", wrong)
     before = {name: p.clone() for name, p in model.named_parameters()}
     config = model.config.to_dict()
     with pytest.raises(ValueError, match="lie in another order"):
@@ -130,8 +130,8 @@ def test_drops_before_it(tiny, tokens):
         ("llama", "ratio=0.001", "`ratio` (=0.001) of width would leave"),
         ("llama", "ratio=1.0", "`ratio` (=1) of width would leave 0 of"),
         ("llama", "target=heads, ratio=0.9", "groups of heads: some must go, and some must stay, at least 1"),
-        ("olmo2", "target=heads, ratio=0.5", "no config of Olmo2ForCausalLM describes the narrower model"),
-        ("gpt_oss", "target=heads, ratio=0.5", "no config of GptOssForCausalLM describes the narrower model"),
+        ("olmo2", "target=heads, ratio=0.5", "no config of Olmo2ForCausalLM describes the smaller model"),
+        ("gpt_oss", "target=heads, ratio=0.5", "no config of GptOssForCausalLM describes the smaller model"),
         ("mixtral", "ratio=0.5, multiple=1", "has a mixture of experts in place of an MLP"),
         ("llama", "target=units", "must be one of mlp, heads"),
     ],
@@ -146,6 +146,15 @@ def test_stored_weights_are_refused(tiny, tokens):
     model = apply("rtn(bits=4, group_size=16)", tiny("llama"), tokens(4, 24)).model
     with pytest.raises(ValueError, match="compressed"):
         plan("width(multiple=1)", model, tokens(4, 24))
+
+
+def test_gradients_are_taken_where_the_model_lies(tiny, tokens):
+    """Blocks go to the device one by one; the whole model does not."""
+    there, text = torch.device("cuda"), tokens(4, 24)
+    with pytest.raises(ValueError, match=r"`device` \(='cuda'\): metric='taylor' of width .* where it lies, on cpu"):
+        Width(metric="taylor").check_run(tiny("llama"), text, there, 1)
+    Width(metric="taylor").check_run(tiny("llama"), text, CPU, 1)
+    Width(metric="activation").check_run(tiny("llama"), text, there, 1)
 
 
 def test_it_comes_before_what_stores(tiny, tokens):
