@@ -30,7 +30,7 @@ def test_overlapped_weights_and_when_tuning_tries_it():
     for out, tokens in itertools.product((1024, 4096, 14336), (17, 64, 256, 2048)):
         codes = torch.empty(out, 2048, dtype=torch.uint8, device="meta")
         large = PackedWeight(codes, None, None, None, 4, 128, (out, 4096))
-        assert launch.heuristic(large, tokens)["kind"] != "overlapped", "not before it was measured"
+        assert launch.heuristic(large, tokens)["kind"] != "overlapped", "not on other GPUs"
         for plan in hopper.plans(large, tokens):
             assert plan.keys() == launch.heuristic(large, tokens).keys(), "or what was measured would not be taken"
             assert plan["block_m"] < 256 or plan["splits"] == 1, "which spills"
@@ -39,6 +39,15 @@ def test_overlapped_weights_and_when_tuning_tries_it():
             assert plan["stages"] * tile < 232_448 - 4096
             per_split, splits = hopper.split(4096, plan["splits"])
             assert per_split % hopper.UNROLLED == 0 and (splits - 1) * per_split < 64 <= splits * per_split
+
+
+def test_on_hopper_it_is_chosen_where_it_was_measured(monkeypatch):
+    monkeypatch.setattr(hopper, "takes", lambda w: True)
+    large = PackedWeight(
+        torch.empty(14336, 2048, dtype=torch.uint8, device="meta"), None, None, None, 4, 128, (14336, 4096)
+    )
+    kinds = {tokens: launch.heuristic(large, tokens)["kind"] for tokens in (16, 32, 33, 64, 65, 256)}
+    assert [tokens for tokens, kind in kinds.items() if kind == "overlapped"] == [33, 64]
 
 
 def test_registers_written_in_flight_are_found_in_machine_code():

@@ -25,7 +25,7 @@ class SplitExperts(nn.Module):
             self.add_module(name, _linears(experts, name))
         self._stacks = {name: stack.ExpertStack() for name in (self.up_name, "down_proj")}
         self.act_fn = getattr(experts, "act_fn", None)  # some gates bring their own
-        self.post_expert_norm = experts.post_expert_norm if experts.has_post_expert_norm else None
+        self.post_expert_norm = experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
         # Bound to this module, so that the attributes that it reads (act_fn, limits, ...) are found here.
         self._gate = type(experts)._apply_gate if experts.has_gate else None
         for name, value in vars(experts).items():
