@@ -120,7 +120,7 @@ def recipes_of_run(recipe: str, compare: str = "") -> dict[str, list[Method]]:
     plain = [method for method, settled in zip(methods, settle(methods), strict=True) if settled.stage != "transform"]
     without = {"unsmoothed": plain} if 0 < len(plain) < len(methods) else {}
     recipes = {"compressed": methods, **without, **others}
-    settle(methods)
+    settle(plain)
     return recipes
 
 

@@ -11,16 +11,18 @@ after the first one are drawn.
 import argparse
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from compress.inputs.model import load_model
 from kernels.special_tokens import beginning
 from kernels.support.errors import check_positive
+from kernels.support.files import whole_file
 
 TOGETHER = 16  # texts that are written at once
 
@@ -42,27 +44,36 @@ def texts(
     prefix, special = beginning(tokenizer), set(tokenizer.all_special_ids)
     if seqlen < len(prefix) + 2:
         raise ValueError(f"`seqlen` (={seqlen}) must be at least {len(prefix) + 2} for this tokenizer")
-    ends = torch.tensor(model.generation_config.eos_token_id or []).flatten()
-    words = torch.tensor([i for i in range(model.get_input_embeddings().num_embeddings) if i not in special])
+    end = model.generation_config.eos_token_id
+    end = tokenizer.eos_token_id if end is None else end
+    ends = torch.tensor([] if end is None else end).flatten()
+    known = min(model.get_input_embeddings().num_embeddings, len(tokenizer))
+    words = torch.tensor([i for i in range(known) if i not in special])
     for start in tqdm(range(0, samples, TOGETHER), desc="texts that the model writes", unit="batch"):
         count = min(TOGETHER, samples - start)
         with torch.random.fork_rng():
             torch.manual_seed(1_000_003 * seed + start)
             first = words[torch.randint(len(words), (count, 1))]
             ids = torch.cat([torch.tensor(prefix, dtype=torch.long).expand(count, -1), first], 1).to(model.device)
-            written = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                max_new_tokens=seqlen - ids.shape[1],
-                pad_token_id=0,  # behind the end of a text
-            )
+            with _plain_sampling(model, end):
+                new = seqlen - ids.shape[1]
+                written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new)
         for row in written.cpu():
             ended = torch.isin(row[ids.shape[1] :], ends).nonzero()
             yield row[: ids.shape[1] + int(ended[0])] if len(ended) else row
+
+
+@contextmanager
+def _plain_sampling(model: PreTrainedModel, end: int | list[int] | None) -> Iterator[None]:
+    """While the context lasts, `generate` draws tokens as probable as the model predicts them: the checkpoint's own
+    settings (penalties of repetitions, tokens that are left out) do not apply."""
+    own = model.generation_config
+    how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    model.generation_config = GenerationConfig(**how, eos_token_id=end, pad_token_id=0)  # padding behind ends
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def main() -> None:
@@ -75,11 +86,17 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, default=512, help="most tokens of a text")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    out = Path(options.out)
+    if out.suffix != ".jsonl" or not out.parent.is_dir() or out.exists():
+        parser.error(f"`--out` (={options.out}) must be a new file whose name ends in .jsonl, in a folder that exists")
+    if min(options.samples, options.seqlen) < 1:
+        parser.error(f"`--samples` (={options.samples}) and `--seqlen` (={options.seqlen}) must be positive")
     model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
     found = texts(model, tokenizer, samples=options.samples, seqlen=options.seqlen, seed=options.seed)
-    lines = [json.dumps({"text": tokenizer.decode(ids, skip_special_tokens=True)}) for ids in found]
-    Path(options.out).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(f"{options.out}: {len(lines)} texts")
+    with whole_file(out) as part, part.open("w", encoding="utf-8") as file:
+        for ids in found:
+            file.write(json.dumps({"text": tokenizer.decode(ids, skip_special_tokens=True)}) + "\n")
+    print(f"{options.out}: {options.samples} texts")
 
 
 if __name__ == "__main__":

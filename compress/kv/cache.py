@@ -382,6 +382,10 @@ class CompressedCache(Cache):
         """Append the tokens that such steps have read, k, v [B, H_kv, n, D], to a layer."""
         append_read(self.layers[number], k, v)
 
+    def refuse_further(self) -> None:
+        """Layers hold different tokens, because an error came while they got some: later passes are refused."""
+        self._begun = True
+
     def _attend(
         self,
         layer: KVLayer,

@@ -118,12 +118,14 @@ class LayerDrop(Method):
         return [int(part) for part in self.layers.split(",")] if self.layers else []
 
     def outline(self, model: nn.Module) -> None:
-        _, blocks = find_blocks(model)
         kind = KINDS[self.target][0]
-        if kind == "block":
-            drop_block(model, first_block_to_drop(model, len(blocks)))
-        else:
-            drop_part(next(block for block in blocks if _has(block, kind)), kind, {})
+        for _ in range(self.count):
+            _, blocks = find_blocks(model)
+            parts = [block for block in blocks if _has(block, kind)] if kind != "block" else []
+            if kind == "block":
+                drop_block(model, first_block_to_drop(model, len(blocks)))
+            elif parts:
+                drop_part(parts[0], kind, {})
 
     def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[DropRecord]:
         prompt = batches[0][:, :TOKENS]

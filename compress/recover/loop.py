@@ -135,6 +135,8 @@ class Loop:
     def _fit(self, seconds: float) -> None:
         """Set the number of updates of this many seconds that the budget of minutes allows."""
         left = 60 * self.schedule.minutes - self.schedule.spent - self.state.seconds
+        if left <= 0:
+            self.state.ended = f"the {self.schedule.minutes:g} minutes allowed {self.state.step} updates"
         score = self.schedule.held_out / (3 * self.schedule.batch)  # of an update, which also goes backward
         updates = left / seconds
         self.state.checks = min(CHECKS, max(2, int(SCORING * updates / score)))

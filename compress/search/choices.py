@@ -34,4 +34,10 @@ def search_method(choices: str = "workbench", *, skip: str = "", tokens: int = 1
         raise ValueError(
             f"`choices` (='') must name methods, or a standard set by the format that holds it: {', '.join(STANDARD)}"
         )
-    return Mixed(choices=choices, skip=skip, loss="kl_scaled", tokens=tokens, max_loss=ANY_LOSS)
+    method = Mixed(choices=choices, skip=skip, loss="kl_scaled", tokens=tokens, max_loss=ANY_LOSS)
+    if both := next((text for text, one in method.methods.items() if len(one.places) > 1), ""):
+        raise ValueError(
+            f"`choices`: {both} is for blocks and for the embedding at once, so that its time cannot be told apart; "
+            "give one choice without `where`, and one with where=embedding"
+        )
+    return method

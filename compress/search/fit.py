@@ -2,31 +2,36 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from compress.allocation.budget import bytes_beside
 from compress.allocation.predictions import divergence
 from compress.apply import apply
 from compress.linear import sharing_copy
 from compress.result import Result
 from compress.search.choices import search_method
-from compress.search.library import Library, Timer, Times, measure_library, measure_times
+from compress.search.library import Library, Timer, Times, check_library, measure_library, measure_times
 from compress.search.program import Costs, LayersProgram
 from compress.search.wishes import Wishes
 from compress.walk.capture import device_of
+from compress.walk.experts import is_fused_experts
 from compress.weights.mixed import Mixed
-from eval.record.search import SearchPoint, SearchRecord, SearchRound
+from eval.record.search import CLOSE, SearchPoint, SearchRecord, SearchRound
 from kernels.support.modes import evaluating
 
 VERIFIED = 4  # windows on which the divergence of a whole model is measured
 ROUNDS = 3
+TINY = 1e-9  # the least divergence that counts, nats per token
 POINTS = 12  # of the front
-CLOSE = 0.02  # share by which the measured divergence may exceed its limit without another round
+PLACES = ("blocks", "embedding")
 
 
 @dataclass(repr=False)
@@ -55,7 +60,7 @@ class Fit:
         return "\n".join(self.record.sentences())
 
     def _repr_html_(self) -> str:
-        return "".join(f"<p>{sentence}</p>" for sentence in self.record.sentences())
+        return "".join(f"<p>{escape(sentence)}</p>" for sentence in self.record.sentences())
 
 
 def fit(
@@ -87,12 +92,43 @@ def fit(
             keep all limits: the message says for each limit how near one can come.
     """
     if wishes.timed and timer is None:
-        raise ValueError("`timer` must be given for limits of speed (`min_decode`, `min_prefill`)")
+        raise ValueError("`timer` must be given for limits of speed (`min_decode`, `min_prefill`), or to optimise it")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError("`fit` times models, and several processes would find different choices: run one process")
     method = method or search_method()
     how: dict[str, Any] = {"device": device, "work_path": work_path}
-    library = measure_library(model, batches, method, most=wishes.max_bytes, **how)
-    times = measure_times(library, model, timer) if timer is not None else None
+    check_library(model, batches, method, most=wishes.max_bytes, **how)
+    times = _times(model, method, wishes, timer)
+    library = measure_library(model, batches, method, **how)
     return _Search(model, batches, wishes, library, times, how).run()
+
+
+def _times(model: PreTrainedModel, method: Mixed, wishes: Wishes, timer: Timer | None) -> Times | None:
+    """The times of all choices, before losses are measured, which takes longer.
+
+    Raises:
+        ValueError: a limit of speed for a model with experts, or one that no choices keep.
+    """
+    if any(map(is_fused_experts, model.modules())):  # a step reads few of its experts, and time is not their share
+        if wishes.timed:
+            raise ValueError(
+                "`min_decode` and `min_prefill`: models with experts have no times by layer; leave them out"
+            )
+        return None
+    times = None if timer is None else measure_times(method, model, timer)
+    for name, place in (("min_decode", 0), ("min_prefill", 1)):
+        wish = getattr(wishes, name)
+        if times is None or wish is None:
+            continue
+        of = (times.decode, times.prefill)[place]
+        parts = [[of[t] - 1 for t, one in method.methods.items() if where in one.places] for where in PLACES]
+        fastest = times.original[place] / max(1 + sum(min(part, default=0.0) for part in parts), 0.01)
+        if (rate := wish * times.original[place] if wishes.times else wish) > fastest:
+            raise ValueError(
+                f"`{name}` (={rate:.0f} tokens/s) cannot be kept: the fastest choices reach about {fastest:.0f} "
+                f"tokens/s here, and the original {times.original[place]:.0f}"
+            )
+    return times
 
 
 class _Search:
@@ -113,7 +149,7 @@ class _Search:
         self.program = LayersProgram(library.costs(times))
         self.factor = 1.0  # measured divergence of a whole model / sum of its layers' losses
         further = getattr(batches, "further", lambda count: [])(VERIFIED)
-        self.windows = further or list(batches[-VERIFIED:])
+        self.windows, self.held_out = further or list(batches[-VERIFIED:]), bool(further)
 
     def run(self) -> Fit:
         rounds: list[SearchRound] = []
@@ -121,19 +157,19 @@ class _Search:
         expected = self._logits(self.model)
         for number in tqdm(range(ROUNDS), desc="fit", unit="round"):
             chosen = self.program.best(self.wishes.minimises, self._limits())
-            if chosen is None:
-                if made:
-                    break  # the corrected limit cannot be kept: the last model is as near as one can come
+            if chosen is None and not made:
                 raise ValueError(self._impossible())
-            if made and chosen == made[-1][1]:
+            if chosen is None:  # with the corrected limit of the loss: as near to it as the other limits allow
+                chosen = self.program.best("loss", {n: limit for n, limit in self._limits().items() if n != "loss"})
+            if any(chosen == before for _, before in made):
                 break
             result = apply(
                 [self.library.recipe(chosen, self.model)], sharing_copy(self.model), self.batches, **self.how
             )
             kl = divergence(expected, self._logits(result.model))
-            rounds.append(SearchRound(self._point(chosen), self.factor, kl))
+            rounds.append(SearchRound(self._point(chosen), self.factor, kl, bytes_beside(result.model, {})))
             made.append((result, chosen))
-            self.factor = kl / max(self.program.of(chosen).loss, 1e-12)
+            self.factor = max(kl, TINY) / max(self.program.of(chosen).loss, TINY)
             if self.wishes.max_kl is None or kl <= self.wishes.max_kl * (1 + CLOSE) and self._tight(kl, number):
                 break
         return Fit(*self._best(rounds, made))
@@ -160,11 +196,12 @@ class _Search:
             minimised=self.wishes.minimises,
             rounds=tuple(rounds),
             kept=index,
-            front=tuple(self._front()),
+            front=tuple(self._front(rounds[index].factor)),
             choices=tuple(self.library.texts),
             decode_ratio={} if self.times is None else {text: 1 / t for text, t in self.times.decode.items()},
             prefill_ratio={} if self.times is None else {text: 1 / t for text, t in self.times.prefill.items()},
             original=None if self.times is None else self.times.original,
+            held_out=self.held_out,
             layers=len(self.library.layers),
             used=_counts(self.library, chosen),
         )
@@ -189,20 +226,20 @@ class _Search:
         return wish * self.times.original[place]
 
     def _point(self, chosen: Mapping[str, str]) -> SearchPoint:
-        return self._as_point(self.program.of(chosen))
+        return self._as_point(self.program.of(chosen), self.factor)
 
-    def _as_point(self, costs: Costs) -> SearchPoint:
+    def _as_point(self, costs: Costs, factor: float) -> SearchPoint:
         rates = [None, None]
         if self.times is not None:
             rates = [
                 one / (1 + more) for one, more in zip(self.times.original, (costs.decode, costs.prefill), strict=True)
             ]
-        return SearchPoint(round(costs.bytes) + self.library.beside, costs.loss * self.factor, *rates)
+        return SearchPoint(round(costs.bytes) + self.library.beside, costs.loss * factor, *rates)
 
-    def _front(self) -> list[SearchPoint]:
-        """The least losses for sizes from the smallest to the largest, within the limits of speed."""
+    def _front(self, factor: float) -> list[SearchPoint]:
+        """The least losses for sizes from the smallest to the largest, within the limits of speed, times a factor."""
         limits = {name: limit for name, limit in self._limits().items() if name in ("decode", "prefill")}
-        return [self._as_point(costs) for costs in self.program.front("loss", "bytes", limits, POINTS)]
+        return [self._as_point(costs, factor) for costs in self.program.front("loss", "bytes", limits, POINTS)]
 
     def _impossible(self) -> str:
         """For each limit, how near one can come while the others are kept."""

@@ -13,13 +13,14 @@ from transformers import PreTrainedModel
 from compress.allocation.budget import bytes_beside, megabytes
 from compress.allocation.candidates import Candidates, takes
 from compress.apply import split_all_experts
-from compress.embedding import store_end
+from compress.embedding import find_ends, store_end
 from compress.linear import CompressedLinear, replace, sharing_copy, weight_of
-from compress.plan import plan
+from compress.plan import Plan, plan
 from compress.search.program import Costs
 from compress.walk.blocks import end_targets, find_blocks, targets
 from compress.walk.capture import device_of
 from compress.walk.context import Context
+from compress.walk.ends.solve import solve_end
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import Collector
 from compress.walk.walk import stored_as
@@ -73,19 +74,21 @@ class Library:
         return list(self.method.methods)
 
     def costs(self, times: Times | None) -> dict[str, dict[str, Costs]]:
-        """{layer: {choice: its costs}}; a layer's time is its share, by weights, of that of all layers in blocks."""
-        inside = sum(count for name, count in self.weights.items() if name not in self.ends)
+        """{layer: {choice: its costs}}; a layer's time is its share, by weights, of that of all layers in blocks that
+        can have the choice."""
         return {
             name: {
-                text: Costs(choice.cost, choice.loss, *self._times(name, text, times, inside))
+                text: Costs(choice.cost, choice.loss, *self._times(name, text, times))
                 for text, choice in layer.choices.items()
             }
             for name, layer in self.layers.items()
         }
 
-    def _times(self, name: str, text: str, times: Times | None, inside: int) -> tuple[float, float]:
+    def _times(self, name: str, text: str, times: Times | None) -> tuple[float, float]:
         if times is None:
             return 0.0, 0.0
+        able = [n for n, layer in self.layers.items() if n not in self.ends and text in layer.choices]
+        inside = sum(self.weights[other] for other in able)
         share = float(name == self.head) if name in self.ends else self.weights[name] / inside
         return share * (times.decode[text] - 1), share * (times.prefill[text] - 1)
 
@@ -95,8 +98,7 @@ class Library:
         return self.method.choosing(model, texts)
 
 
-@torch.no_grad()
-def measure_library(
+def check_library(
     model: PreTrainedModel,
     batches: Sequence[Tensor],
     method: Mixed,
@@ -104,8 +106,8 @@ def measure_library(
     most: float | None = None,
     device: str | None = None,
     work_path: str | Path | None = None,
-) -> Library:
-    """Measure the loss of every choice of every layer, on the model as it is.
+) -> Plan:
+    """The plan of a measurement of all choices, by which everything is refused that can be before the work.
 
     Args:
         method: of `search_method`.
@@ -114,7 +116,7 @@ def measure_library(
             need not measure it again; None: the user's cache folder.
 
     Raises:
-        ValueError: the model or the choices cannot be handled; before any work.
+        ValueError: the model or the choices cannot be handled, or even the smallest choices take more bytes.
     """
     planned = plan([method], model, batches, device=device, work_path=work_path or cache_folder("search"))
     (method,) = planned.recipe
@@ -123,10 +125,28 @@ def measure_library(
             f"`max_bytes` (={most:.0f}) cannot be kept: with the smallest of `choices` the whole model takes "
             f"{megabytes(smallest)}; fewer bits among `choices`, or choices for the embedding, work"
         )
+    return planned
+
+
+@torch.no_grad()
+def measure_library(
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    method: Mixed,
+    *,
+    device: str | None = None,
+    work_path: str | Path | None = None,
+) -> Library:
+    """Measure the loss of every choice of every layer, on the model as it is; arguments and errors as in
+    `check_library`."""
+    planned = check_library(model, batches, method, device=device, work_path=work_path)
+    (method,) = planned.recipe
     work = sharing_copy(model)
     split_all_experts(work)
     with evaluating(work):
         layers = method.candidates(work, batches, Context(planned.device, planned.store(0)))
+    if lost := next((name for name, layer in layers.items() if not layer.choices), ""):
+        raise ValueError(f"`choices`: none can store {lost} together with the linears that read the same input")
     shapes = targets(work, method.skip, method.where)
     ends = {} if method.where == "blocks" else end_targets(work, method.skip)
     return Library(
@@ -135,39 +155,42 @@ def measure_library(
         beside=bytes_beside(work, shapes),
         weights={name: sum(prod(shapes[member]) for member in layer.members) for name, layer in layers.items()},
         ends=tuple(ends),
-        head=next(reversed(ends), None),
+        head=head if (head := find_ends(work).head) in ends else None,
     )
 
 
-def measure_times(library: Library, model: PreTrainedModel, timer: Timer) -> Times:
-    """Time the original and a model for every choice, in the same turns."""
-    made = {ORIGINAL: model} | {
-        text: _uniform(model, method, library) for text, method in library.method.methods.items()
-    }
-    rates = timer(made)
+def measure_times(method: Mixed, model: PreTrainedModel, timer: Timer) -> Times:
+    """Time the original and a model for every choice of `mixed`, in the same turns.
+
+    Raises:
+        ValueError: the timer gave no speed for a model.
+    """
+    rates = timer({ORIGINAL: model} | {text: _uniform(model, one, method) for text, one in method.methods.items()})
+    if odd := next((name for name, both in rates.items() if not all(0 < rate < float("inf") for rate in both)), ""):
+        raise ValueError(f"`timer` gave {rates[odd]} for {odd}, which are no tokens per second")
     decode, prefill = rates[ORIGINAL]
     return Times(
         (decode, prefill),
-        {text: decode / rates[text][0] for text in library.texts},
-        {text: prefill / rates[text][1] for text in library.texts},
+        {text: decode / rates[text][0] for text in method.methods},
+        {text: prefill / rates[text][1] for text in method.methods},
     )
 
 
 @torch.no_grad()
-def _uniform(model: PreTrainedModel, method: LayerwiseMethod, library: Library) -> PreTrainedModel:
+def _uniform(model: PreTrainedModel, method: LayerwiseMethod, mixed: Mixed) -> PreTrainedModel:
     """The model with this choice for all layers that can have it: only its shapes and formats are right, not its
     weights, each of which is solved once and copied to the other blocks."""
     copied, made = sharing_copy(model), dict[tuple, CompressedLinear]()
     split_all_experts(copied)
-    ends = end_targets(copied, library.method.skip)
+    ends = end_targets(copied, mixed.skip)
     prefix, _ = find_blocks(copied)
     places = method.places
-    for name, shape in targets(copied, library.method.skip, library.method.where).items():
+    for name, shape in targets(copied, mixed.skip, mixed.where).items():
         if (name in ends) != ("embedding" in places) and len(places) == 1 or not takes(method, name, shape):
             continue
         kind = name.removeprefix(prefix).lstrip(".").partition(".")[2], shape
         if name in ends or kind not in made:
-            made[kind] = _unsolved(name, copied.get_submodule(name), method)
+            made[kind] = _unsolved(name, copied.get_submodule(name), method, end=name in ends)
             new = made[kind]
         else:
             new = copy.deepcopy(made[kind])
@@ -178,8 +201,13 @@ def _uniform(model: PreTrainedModel, method: LayerwiseMethod, library: Library) 
     return copied
 
 
-def _unsolved(name: str, linear: nn.Module, method: LayerwiseMethod) -> CompressedLinear:
-    """A linear as a method stores it, without calibration."""
-    W, device = weight_of(linear), device_of(linear)
-    statistics = Collector(name, method.statistics, W.shape[1], device).result()
-    return stored_as(name, linear, W, statistics, method)
+def _unsolved(name: str, linear: nn.Module, method: LayerwiseMethod, *, end: bool) -> CompressedLinear:
+    """A linear, the embedding or the head (an `end`) as a method stores it, without calibration."""
+    device = device_of(linear)
+    if end:
+        columns = linear.weight.shape[1]
+        return solve_end(
+            linear, name, None, Collector(name, method.statistics, columns, device).result(), method, device
+        )[0]
+    W = weight_of(linear)
+    return stored_as(name, linear, W, Collector(name, method.statistics, W.shape[1], device).result(), method)

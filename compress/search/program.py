@@ -1,5 +1,6 @@
 """One choice for each layer under several limits, by integer programming."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from scipy.sparse import csr_matrix
 
 GAP = 1e-4  # relative distance from the optimum at which the solver stops
 SECONDS = 20.0  # for one solution
+INFEASIBLE = 2  # of scipy.optimize.milp
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,12 @@ class LayersProgram:
             bounds=Bounds(0, 1),
             options={"mip_rel_gap": GAP, "time_limit": SECONDS},
         )
-        if found.x is None:
+        if found.status == INFEASIBLE:
             return None
+        if found.x is None:
+            raise ValueError(f"no choices were found: {found.message}")
+        if found.status:
+            warnings.warn(f"the choices may not be the best ones: {found.message}", stacklevel=2)
         return {name: choice for (name, choice), x in zip(self.places, found.x, strict=True) if x > 0.5}
 
     def of(self, chosen: Mapping[str, str]) -> Costs:

@@ -33,8 +33,8 @@ class Wishes:
 
     @property
     def timed(self) -> bool:
-        """Does a limit concern time, so that choices must be timed?"""
-        return self.min_decode is not None or self.min_prefill is not None
+        """Does a limit, or what is optimised, concern time, so that choices must be timed?"""
+        return self.min_decode is not None or self.min_prefill is not None or self.minimises == "decode"
 
     @property
     def minimises(self) -> str:

@@ -108,7 +108,7 @@ class Mixed(LayerwiseMethod):
                 f"`max_loss` (={self.max_loss:g}) and `budget_mb` (={self.budget_mb:g}) of {self.name} are two ways to "
                 "say how small the model becomes: give one"
             )
-        if self.chosen and not re.fullmatch(r"([a-zA-Z]\d*)+", self.chosen):
+        if self.chosen and not re.fullmatch(r"([a-zA-Z]([1-9]\d*)?)+", self.chosen):
             raise ValueError(
                 f"`chosen` (={self.chosen!r}) of {self.name} must be letters of choices, each with the number of "
                 "linears in a row that have it, such as a7b2a"

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+CLOSE = 0.02  # share by which the measured divergence may exceed its limit
+
 
 @dataclass(frozen=True)
 class SearchPoint:
@@ -17,11 +19,12 @@ class SearchPoint:
 @dataclass(frozen=True)
 class SearchRound:
     """A model that was made. point: as predicted. factor: what the sum of the layers' losses was multiplied by.
-    divergence: measured on windows that are not the calibration's, nats per token."""
+    divergence: measured on whole windows, nats per token. bytes: of the model that was made, stored."""
 
     point: SearchPoint
     factor: float
     divergence: float
+    bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class SearchRecord:
         front: the least losses for sizes between the smallest and the largest, within the limits of speed.
         choices: the methods. decode_ratio, prefill_ratio: by choice, how many times as fast as the original a model is
             in which all layers have it. original: its decode and prefill, tokens per second.
+        held_out: are the windows, on which whole models were measured, others than the calibration's?
         layers: number of layers that have a choice. used: by choice, the number of linears that have it.
     """
 
@@ -50,18 +54,31 @@ class SearchRecord:
     decode_ratio: dict[str, float] = field(default_factory=dict)
     prefill_ratio: dict[str, float] = field(default_factory=dict)
     original: tuple[float, float] | None = None
+    held_out: bool = True
     layers: int = 0
     used: dict[str, int] = field(default_factory=dict)
 
+    def broken(self) -> list[str]:
+        """The limits that the model that was kept does not keep, in sentences."""
+        kept, said = self.rounds[self.kept], list[str]()
+        if self.max_kl and kept.divergence > self.max_kl * (1 + CLOSE):
+            said.append(
+                "The limit of the divergence is not kept: of the models that were made, this one is nearest to it, "
+                f"with {kept.divergence:.4f} nats per token."
+            )
+        if self.max_bytes and kept.bytes and kept.bytes > self.max_bytes:
+            said.append(f"The limit of bytes is not kept: the model takes {kept.bytes / 1e6:.2f} MB.")
+        return said
+
     def sentences(self) -> list[str]:
         """What was asked, found and measured, for readers."""
-        wishes = [
+        limits = [
             f"at most {self.max_bytes / 1e6:.1f} MB" if self.max_bytes else "",
             f"decoding at {self.min_decode:.0f} tokens/s or more" if self.min_decode else "",
             f"prompts at {self.min_prefill:.0f} tokens/s or more" if self.min_prefill else "",
             f"a divergence of at most {self.max_kl:g} nats per token" if self.max_kl else "",
         ]
-        aim = {"loss": "the least divergence", "bytes": "the fewest bytes", "decode": "the fastest decoding"}
+        aim = {"loss": "least divergence", "bytes": "smallest size", "decode": "fastest decoding"}
         kept = self.rounds[self.kept]
         speeds = [
             f"{rate:.0f} tokens/s {what}"
@@ -70,9 +87,13 @@ class SearchRecord:
         ]
         predicted = ", ".join([f"{kept.point.bytes / 1e6:.1f} MB", *speeds])
         mix = ", ".join(f"{count} × {text}" for text, count in self.used.items() if count)
+        windows = "windows that are not the calibration's" if self.held_out else "windows of the calibration itself"
+        made = "One model was" if len(self.rounds) == 1 else f"{len(self.rounds)} models were"
         return [
-            f"Asked for: {', '.join(filter(None, wishes))}; within that {aim[self.minimised]}.",
-            f"Found after {len(self.rounds)} round{'s' * (len(self.rounds) > 1)}: {predicted} are predicted; "
-            f"the divergence on other windows of the calibration corpus is {kept.divergence:.4f} nats per token.",
+            f"The limits are: {', '.join(filter(None, limits))}. Within them, the search looked for the "
+            f"{aim[self.minimised]}.",
+            f"{made} made. The prediction for the chosen one is {predicted}; its divergence on {windows} is "
+            f"{kept.divergence:.4f} nats per token.",
             f"Linears by choice: {mix}.",
+            *self.broken(),
         ]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from eval.machine.load import LoadMeter
+from eval.machine.size import positions
 from eval.record.noise import disturbed
 from eval.speed.device_lock import undisturbed
 from eval.speed.speed import FastDecoder, TimedModel, contestants, make, make_ready, serve
@@ -99,7 +100,8 @@ class Explanation:
             said.append(f"Slower than in 16 bits: {_listed(slower)}.")
         if after.rest > 0.05 * after.seconds:
             said.append(
-                f"{_ms(after.rest)} ({after.rest / after.seconds:.0%}) lie between the parts of a step, in Python."
+                f"{_ms(after.rest)} ({_share(after.rest / after.seconds)}) lie outside the parts: the embedding, the "
+                "start of threads, and Python."
             )
         if self.disturbed:
             said.append(f"These times are noisy: {self.disturbed}.")
@@ -119,6 +121,11 @@ def explain(
     Raises:
         ValueError: a model has no native step on this machine; the message says why.
     """
+    longest = min(map(positions, models.values()))
+    if not 2 <= prompt_tokens <= longest - new_tokens:
+        raise ValueError(
+            f"`context` (={prompt_tokens}) must be at least 2, and at most {longest - new_tokens} for this model"
+        )
     variants = contestants(models, compiled=False)
     device = next(next(iter(models.values())).parameters()).device
     size = prompt_tokens, new_tokens, batch

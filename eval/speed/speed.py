@@ -180,13 +180,24 @@ def rates_in_turns(
 ) -> dict[str, tuple[float, float]]:
     """Tokens per second of decoding and of reading a prompt of several models in 16 bits, timed in turns without the
     compiler, the first one in its strongest form."""
-    how = {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "rounds": rounds}
+    room = min(map(positions, models.values())) - new_tokens
+    how = {"prompt_tokens": max(1, min(prompt_tokens, room)), "new_tokens": new_tokens, "rounds": rounds}
     speeds = measure_speed(contestants(models, compiled=False), **how)
     return {name: (one.decode_tokens_per_s, one.prefill_tokens_per_s) for name, one in speeds.items()}
 
 
-def timer(rounds: int) -> Callable[[Mapping[str, nn.Module]], dict[str, tuple[float, float]]] | None:
-    """`rates_in_turns` with this number of rounds, for `compress.fit`; None if it is 0."""
+def timer(
+    rounds: int, *, needed: bool = False
+) -> Callable[[Mapping[str, nn.Module]], dict[str, tuple[float, float]]] | None:
+    """`rates_in_turns` with this number of rounds, for `compress.fit`; None if it is 0.
+
+    Raises:
+        ValueError: it is 0 although times are needed, or below 0.
+    """
+    if rounds < 0 or needed and not rounds:
+        raise ValueError(
+            f"`search_rounds` (={rounds}) must be above 0 where a speed is limited or optimised, and never below 0"
+        )
     return partial(rates_in_turns, rounds=rounds) if rounds else None
 
 

@@ -254,6 +254,7 @@ void DecodeStep::work_all(int shares, size_t begin, size_t end) {
 #else
   work(0, 1, shares, begin, end);
 #endif
+  if (!seconds_.empty() && begin < end) seconds_[end - 1] += since(last_began_);
 }
 
 at::Tensor DecodeStep::chosen(int shares) const {

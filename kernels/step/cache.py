@@ -91,6 +91,9 @@ class StoringCache(Protocol):
         """Append tokens that steps have read, up to `StoredLayer.free` of them, to every row of a layer: k, v
         [batch, kv heads, tokens, channels]."""
 
+    def refuse_further(self) -> None:
+        """An error came while layers got tokens, so that they hold different ones: later passes are refused."""
+
 
 def attend_by_cache(
     cache: AttendingCache,

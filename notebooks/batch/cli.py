@@ -251,9 +251,7 @@ def _compress(options: argparse.Namespace) -> int:
     if not (options.force or again):
         compress.take_over(planned, runs)
     status = _execute(sweep, options)
-    if status == 0:
-        compress.complete(planned, runs)
-    return status
+    return status or compress.complete(planned, runs)
 
 
 def _repeat(options: argparse.Namespace) -> int:

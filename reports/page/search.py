@@ -14,13 +14,17 @@ from reports.parts.text import clean
 
 @dataclass(frozen=True)
 class WishRow:
-    """A row of the table of wishes; texts for readers. off: how far the measurement is from the prediction."""
+    """A row of the table of wishes; texts for readers.
+
+    off: how far the measurement is from the prediction. kept: whether the limit is kept, "" if there is none.
+    """
 
     name: str
     asked: str
     predicted: str
     measured: str
     off: str
+    kept: str
 
 
 def figures(found: Any) -> Figures:
@@ -43,35 +47,47 @@ def context(run: RunRecord) -> dict[str, Any]:
         "timed": made.original is not None,
         "front": _front(made),
         "rounds": len(made.rounds),
+        "factor": made.rounds[made.kept].factor,
     }
 
 
 def _wishes(run: RunRecord, made: SearchRecord) -> list[WishRow]:
-    point = made.rounds[made.kept].point
-    rows = [
-        _row("stored bytes, MB", made.max_bytes, point.bytes, run.score("compressed", "stored_bytes"), _megabytes),
-    ]
+    point, score = made.rounds[made.kept].point, run.score
+    rows = [_row("stored, MB", made.max_bytes, point.bytes, score("compressed", "stored_bytes"), _megabytes)]
     for corpus in run.corpora:
-        got = run.score("compressed", f"kl_{corpus}")
+        got = score("compressed", f"kl_{corpus}")
         rows.append(_row(f"divergence on {clean(corpus, 40)}, nats per token", made.max_kl, point.loss, got, number))
-    for phase, wish, predicted in (
-        ("decode", made.min_decode, point.decode),
-        ("prefill", made.min_prefill, point.prefill),
+    for phase, name, wish, predicted, place in (
+        ("decode", "decoding", made.min_decode, point.decode, 0),
+        ("prefill", "prompts", made.min_prefill, point.prefill, 1),
     ):
-        ratio = run.ratio(f"{phase}_tokens_per_s")
         if made.original is None or predicted is None:
             continue
-        before = made.original[0] if phase == "decode" else made.original[1]
-        name = "decoding" if phase == "decode" else "prompts"
-        got = None if ratio is None else ratio
-        times = _row(f"{name}, times the original's speed", wish and wish / before, predicted / before, got, _times)
-        rows.append(times)
+        before, metric = made.original[place], f"{phase}_tokens_per_s"
+        ratio = run.ratio(metric)
+        asked = wish and wish / before
+        rows.append(_row(f"{name}, times the original's speed", asked, predicted / before, ratio, _times, most=False))
+        rows.append(_row(f"{name}, tokens/s", wish, predicted, score("compressed", metric), _whole, most=False))
     return rows
 
 
-def _row(name: str, asked: float | None, predicted: float, got: float | None, write: Callable[[float], str]) -> WishRow:
+def _row(
+    name: str,
+    asked: float | None,
+    predicted: float,
+    got: float | None,
+    write: Callable[[float], str],
+    *,
+    most: bool = True,
+) -> WishRow:
+    """most: is the limit the largest value, and not the least?"""
     off = "" if got is None or not predicted else percent(got / predicted - 1)
-    return WishRow(name, write(asked) if asked else "", write(predicted), "" if got is None else write(got), off)
+    kept = "" if not asked or got is None else "yes" if (got <= asked if most else got >= asked) else "no"
+    return WishRow(name, write(asked) if asked else "", write(predicted), "" if got is None else write(got), off, kept)
+
+
+def _whole(rate: float) -> str:
+    return f"{rate:,.0f}"
 
 
 def _megabytes(size: float) -> str:

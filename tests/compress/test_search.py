@@ -1,6 +1,7 @@
 """`fit`: the best choice of every layer under limits, what it says of impossible limits, and recipes with given
 choices."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -113,6 +114,9 @@ def test_a_limit_of_the_loss_is_kept_by_the_model_that_is_made(model, batches):
     found = fit(model, batches, Wishes(max_kl=limit), method=chooser())
     kept = found.record.rounds[found.record.kept]
     assert kept.divergence <= 1.02 * limit and found.record.minimised == "bytes"
+    assert not any("is not kept" in sentence for sentence in found.record.sentences())
+    broken = dataclasses.replace(found.record, max_kl=kept.divergence / 2)
+    assert "The limit of the divergence is not kept" in broken.sentences()[-1]
     assert free.record.rounds[0].point.bytes >= kept.point.bytes > smallest.record.rounds[0].point.bytes
 
 

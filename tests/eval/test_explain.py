@@ -60,7 +60,7 @@ def test_what_is_said_follows_from_the_times():
     assert "would decode 2.00 times as fast as in 16 bits; it decodes 1.00 times as fast: 10.00 ms" in said
     assert "Kept in 16 bits: head, 2.50 ms (25 %)." in said and "Slower than in 16 bits: gate, up." in said
     assert "is in gate, up: 7.00 ms for 25.0 MB, 18 % of the bandwidth; its limit is arithmetic." in said
-    assert "0.50 ms (5 %) lie between the steps" not in said and "These times are noisy: a thing." in said
+    assert "0.50 ms (5 %) lie outside the parts" not in said and "These times are noisy: a thing." in said
     assert Part(1, 1e-5, 1, (), 1e-6).bound == "waiting of threads" and Part(1, 1e-3, 1, (), 9e-4).bound == "memory"
 
 
@@ -68,6 +68,9 @@ def test_what_is_said_follows_from_the_times():
 def test_a_model_without_a_native_step_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="its parts cannot be timed, because it has no native step"):
         explain({"16 bits": tiny_model("mamba").to(torch.bfloat16)}, prompt_tokens=8, new_tokens=2, rounds=1)
+    for context in (1, 5000):
+        with pytest.raises(ValueError, match=rf"`context` \(={context}\) must be at least 2, and at most \d+"):
+            explain({"16 bits": tiny_model("llama")}, prompt_tokens=context, new_tokens=2, rounds=1)
 
 
 @needs_step

@@ -76,7 +76,9 @@ class GraphAcceleration:
         of the prompt, [batch, tokens]; None: call the model instead."""
         if not StoredSteps.take(cache):
             return None
-        return self._steps(cache, lambda graphs: StoredSteps(graphs, cache, len(positions), mask, positions))
+        batch = len(positions) if mask is None else len(mask)
+        places = positions.expand(batch, -1)
+        return self._steps(cache, lambda graphs: StoredSteps(graphs, cache, batch, mask, places))
 
     def _steps(self, cache: Any, made: Callable[[Graphs], GraphSteps | StoredSteps]) -> GraphSteps | StoredSteps | None:
         before, self.why_not = self.why_not, self._why_not(cache)

@@ -137,12 +137,14 @@ class Graphs:
         if key not in self._steps:
             while len(self._steps) >= KEPT:
                 del self._steps[next(iter(self._steps))]
+            for smaller in [k for k in self._steps if room and k[2] and k[0] == batch and k[1] <= places]:
+                del self._steps[smaller]  # such caches grow in small paces, and each graph holds a copy of all codes
             if self._pool is None and self.capture and self.model.device.type == "cuda":
                 self._pool = torch.cuda.graph_pool_handle()
             if key in self._refused:
                 raise NotNative(self._refused[key])
             try:
-                self._steps[key] = GraphStep(self._body(batch, places, room), self._pool, self.capture)
+                self._steps[key] = self._made(batch, places, room)
             except Exception as error:  # of the model's own code on a static cache, of a capture, or of memory
                 self.clear()
                 why = str(error) if isinstance(error, NotNative) else kind_and_first_line(error)
@@ -151,6 +153,19 @@ class Graphs:
                 raise NotNative(why) from error
         self._steps[key] = self._steps.pop(key)  # the last one is the one used last
         return self._steps[key]
+
+    def _made(self, batch: int, places: int, room: Room | None) -> GraphStep:
+        """A new step. If memory lacks, the other graphs are freed, and it is tried once more."""
+        try:
+            return GraphStep(self._body(batch, places, room), self._pool, self.capture)
+        except torch.OutOfMemoryError:
+            if not self._steps:
+                raise
+        self.clear()
+        if self.capture and self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+            self._pool = torch.cuda.graph_pool_handle()
+        return GraphStep(self._body(batch, places, room), self._pool, self.capture)
 
     def _body(self, batch: int, positions: int, room: Room | None) -> FusedBody | OwnBody:
         if room is not None:
@@ -221,8 +236,10 @@ class GraphSteps:
 
     def finish(self) -> None:
         """Give the cache the keys and values of the steps."""
-        self._give_back()
-        self._graphs.in_use = False
+        try:
+            self._give_back()
+        finally:
+            self._graphs.in_use = False
 
     def _give_back(self) -> None:
         if self._step is None:

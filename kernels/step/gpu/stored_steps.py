@@ -89,8 +89,10 @@ class StoredSteps:
 
     def finish(self) -> None:
         """Give the cache the keys and values of the steps."""
-        self._give_back()
-        self._graphs.in_use = False
+        try:
+            self._give_back()
+        finally:
+            self._graphs.in_use = False
 
     def _prepare(self) -> bool:
         """Let the layers that are due do their work. False: they must attend to the next token themselves; all layers
@@ -120,7 +122,7 @@ class StoredSteps:
         step = self._step
         if step is None or self._slot >= step.body.positions or not all(map(step.body.room.holds, layers.values())):
             self._give_back()
-            layers = self._now(self._stored)
+            layers, step = self._now(self._stored), None  # the smaller graph may be freed
             step = self._graphs.step(self._batch, self._slot + sizes.SPARE, Room.of(list(layers.values())))
         if self._step is None:
             for number in self._windows:
@@ -143,11 +145,15 @@ class StoredSteps:
         """Give everything back; the graph's tensors are free."""
         if self._step is None:
             return
-        for number in self._stored:
-            self._return(number)
-            self._until[number] = self._taken
-        for number in self._windows:
-            copy_out(self._cache.layers[number], self._room(self._step, number), self._slot)
+        try:
+            for number in self._stored:
+                self._return(number)
+                self._until[number] = self._taken
+            for number in self._windows:
+                copy_out(self._cache.layers[number], self._room(self._step, number), self._slot)
+        except BaseException:  # an interruption, too
+            self._cache.refuse_further()
+            raise
         self._step = None
 
     def _room(self, step: GraphStep, number: int) -> tuple[Tensor, Tensor]:

@@ -69,11 +69,10 @@ def given(options: argparse.Namespace) -> list[list[str]]:
 
 
 def _standard(name: str) -> str:
-    """The value of `choices` for a format: the standard set that it can hold, if there is one."""
+    """The value of `choices` for a format: the standard set that it can hold, or "" if there is none."""
     from compress.search.choices import STANDARD
 
-    name = _format(name)
-    return name if name in STANDARD else ""
+    return _format(name) if _format(name) in STANDARD else ""
 
 
 def _format(name: str) -> str:
@@ -132,8 +131,9 @@ def take_over(planned, runs: Path) -> bool:
     return True
 
 
-def complete(planned, runs: Path) -> None:
-    """Put the page beside the model, unless there is one, and print what was made."""
+def complete(planned, runs: Path) -> int:
+    """Put the page beside the model, unless there is one, and print what was made. The exit status: 1 if the model does
+    not keep a limit of `fit`."""
     from eval.record.rows import typed
     from eval.record.schema import read_record
     from notebooks.batch.saved_model import PAGE, copy_whole, saved_model
@@ -148,6 +148,7 @@ def complete(planned, runs: Path) -> None:
     print(f"\n{record.recipe_of('compressed')} of {planned.values['model_name']}: {scores_in_words(record)}")
     print(f"model: {place} (as {planned.values[SAVE_FORMAT]}; loaded again, and compared with the one in memory)")
     print(f"page:  {place / PAGE}\nnext:  workbench chat {place} --beside\n       workbench eval {place}")
+    return int(bool(record.search and record.search.broken()))
 
 
 def scores_in_words(record) -> str:
