@@ -22,6 +22,7 @@ WARM_UP = 0.05  # share of the updates in which the rate rises to its full size
 TIMED = (3, 12)  # updates after which their number within a budget of minutes is taken from the time of the latest ones
 CHECKS = 10  # most scores of the held-out windows during training, beside that before it
 SCORING = 0.2  # the largest share of the time of updates that these scores take
+LATE = 1.25  # share of the minutes from which on a run says that they were too few
 PATIENCE = 4  # scores without an improvement after which training ends
 LARGEST_GRADIENT = 1.0  # norm of all gradients together, beyond which they are scaled down
 
@@ -125,7 +126,12 @@ class Loop:
         progress.close()
         self._load(self.best)
         self.learned.prepare()
-        state.ended = state.ended or "all updates are done"
+        allowed = 60 * self.schedule.minutes
+        over = allowed and self.schedule.spent + state.seconds > LATE * allowed
+        late = (
+            f"the {self.schedule.minutes:g} minutes were too few: they were over before {state.step} updates were done"
+        )
+        state.ended = state.ended or (late if over else "all updates are done")
         return state
 
     def _checks(self) -> set[int]:
@@ -135,8 +141,6 @@ class Loop:
     def _fit(self, seconds: float) -> None:
         """Set the number of updates of this many seconds that the budget of minutes allows."""
         left = 60 * self.schedule.minutes - self.schedule.spent - self.state.seconds
-        if left <= 0:
-            self.state.ended = f"the {self.schedule.minutes:g} minutes allowed {self.state.step} updates"
         score = self.schedule.held_out / (3 * self.schedule.batch)  # of an update, which also goes backward
         updates = left / seconds
         self.state.checks = min(CHECKS, max(2, int(SCORING * updates / score)))

@@ -6,12 +6,13 @@ _TABLE = "bits=4, group_size=32, grid=iq4_nl"
 _TYPES = f"gptq({_TABLE}, scale_dtype=float16); gptq(bits={{5,8}}, group_size=32, scale_dtype=float16); "
 STANDARD = {  # by the format in which the model is saved
     "workbench": (
-        f"gptq(bits=3, group_size=64); gptq({_TABLE}, scale_dtype=int6); gptq(bits={{4,8}}, group_size=32); "
-        f"rtn({_TABLE}, scale_dtype=int6, where=embedding); rtn(bits=8, group_size=32, scale=search, where=embedding)"
+        f"gptq(bits=3, group_size=64); gptq({_TABLE}, scale_dtype=int6); gptq(bits={{4,5,6,8}}, group_size=32); "
+        f"rtn({_TABLE}, scale_dtype=int6, where=embedding); "
+        "rtn(bits={5,6,8}, group_size=32, scale=search, where=embedding)"
     ),
     "gguf": (
         f"{_TYPES}rtn({_TABLE}, scale_dtype=float16, where=embedding); "
-        "rtn(bits=8, group_size=32, scale_dtype=float16, where=embedding)"
+        "rtn(bits={5,8}, group_size=32, scale_dtype=float16, where=embedding)"
     ),
     "compressed-tensors": "gptq(bits={4,8}, group_size=64)",
 }

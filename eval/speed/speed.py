@@ -178,11 +178,11 @@ def measure_speed(
 def rates_in_turns(
     models: Mapping[str, nn.Module], *, prompt_tokens: int = 256, new_tokens: int = 24, rounds: int = 3
 ) -> dict[str, tuple[float, float]]:
-    """Tokens per second of decoding and of reading a prompt of several models in 16 bits, timed in turns without the
-    compiler, the first one in its strongest form."""
+    """Tokens per second of decoding and of reading a prompt of several models in 16 bits, timed in turns as
+    `standard_variants` are, the first one in its strongest form."""
     room = min(map(positions, models.values())) - new_tokens
     how = {"prompt_tokens": max(1, min(prompt_tokens, room)), "new_tokens": new_tokens, "rounds": rounds}
-    speeds = measure_speed(contestants(models, compiled=False), **how)
+    speeds = measure_speed(contestants(models), **how)
     return {name: (one.decode_tokens_per_s, one.prefill_tokens_per_s) for name, one in speeds.items()}
 
 
