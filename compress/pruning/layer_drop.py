@@ -122,7 +122,7 @@ class LayerDrop(Method):
         for _ in range(self.count):
             _, blocks = find_blocks(model)
             parts = [block for block in blocks if _has(block, kind)] if kind != "block" else []
-            if kind == "block":
+            if kind == "block" and len(blocks) > 1:
                 drop_block(model, first_block_to_drop(model, len(blocks)))
             elif parts:
                 drop_part(parts[0], kind, {})

@@ -201,7 +201,7 @@ def test_impossible_limits_say_how_near_one_can_come(model, batches):
         library = measure_library(model, batches, chooser())
         program = LayersProgram(library.costs(None))
         least, smallest = program.of(program.best("loss", {})).loss, library.method.smallest_size(model)
-        fit(model, batches, Wishes(max_bytes=smallest + 10, max_kl=2 * least), method=chooser())
+        fit(model, batches, Wishes(max_bytes=smallest + 10, max_kl=2 * least), method=chooser(), timer=timer)
     with pytest.raises(ValueError, match=r"`choices` \(=''\) must name methods, or a standard set"):
         search_method("")
 
@@ -266,4 +266,4 @@ def test_the_page_shows_what_was_asked_predicted_and_measured(model, batches):
     assert by_name["decoding, times the original's speed"].measured == "1.50×"
     assert by_name["divergence on text, nats per token"].measured == "0.2000"
     assert shown["timed"] and "svg" in shown["front"] and len(shown["choices"]) == 3
-    assert search.context(typed({})) == {} and "Asked for: at most" in repr(found)
+    assert search.context(typed({})) == {} and "The limits are: at most" in repr(found)
