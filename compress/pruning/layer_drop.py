@@ -119,12 +119,14 @@ class LayerDrop(Method):
 
     def outline(self, model: nn.Module) -> None:
         kind = KINDS[self.target][0]
-        for _ in range(self.count):
+        for number in range(len(self.chosen()) or self.count):
             _, blocks = find_blocks(model)
-            parts = [block for block in blocks if _has(block, kind)] if kind != "block" else []
-            if kind == "block" and len(blocks) > 1:
+            parts = blocks if kind == "block" else [block for block in blocks if _has(block, kind)]
+            if number and len(parts) < 2:  # what is left shows the kind of the result
+                break
+            if kind == "block":
                 drop_block(model, first_block_to_drop(model, len(blocks)))
-            elif parts:
+            else:
                 drop_part(parts[0], kind, {})
 
     def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[DropRecord]:
