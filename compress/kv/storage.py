@@ -141,8 +141,8 @@ class Slab(Held):
         return self.dense()[0][:, :, position:]
 
     def full(self, coming: int = 0) -> int:
-        """Number of positions in whole groups that have `residual` positions behind them, of which some are still to
-        come."""
+        """Number of positions in whole groups with at least `residual` positions behind them, after `coming` further
+        tokens."""
         held = self.precision
         return 0 if held.bits == 16 else max(self.k.length + coming - held.residual, 0) // held.group * held.group
 

@@ -18,7 +18,7 @@ from compress.apply import apply
 from compress.linear import sharing_copy
 from compress.result import Result
 from compress.search.choices import search_method
-from compress.search.library import Library, Timer, Times, check_library, measure_library, measure_times
+from compress.search.library import Library, Timer, Times, check_library, measure_library, measure_times, same_choices
 from compress.search.program import Costs, LayersProgram
 from compress.search.wishes import Wishes
 from compress.walk.capture import device_of
@@ -75,10 +75,10 @@ def fit(
 ) -> Fit:
     """Find the best choice of every layer within the wishes, compress a copy of the model, and measure it.
 
-    The losses of all choices are measured layer by layer and are assumed to add up; the divergence of the chosen whole
-    model is then measured on other text, and if it is beyond its limit the search is repeated with losses that are
-    scaled by what was found, at most three times in all. Times are those of models in which all linears have one
-    choice; a layer's time is its share of the weights.
+    Models in which all linears have one choice are timed; a layer's time is its share of the weights. The losses of all
+    choices are measured layer by layer and are assumed to add up. The divergence of the chosen whole model is measured
+    on other text; if it is beyond its limit, the search is repeated with losses in proportion to it, at most three
+    times in all.
 
     Args:
         model: a decoder of transformers; it is not changed.
@@ -112,10 +112,13 @@ def _times(model: PreTrainedModel, method: Mixed, wishes: Wishes, timer: Timer |
     if any(map(is_fused_experts, model.modules())):  # a step reads few of its experts, and time is not their share
         if wishes.timed:
             raise ValueError(
-                "`min_decode` and `min_prefill`: models with experts have no times by layer; leave them out"
+                "the layers of a model with experts are not timed, so that no speed can be limited or optimised: leave "
+                "out `min_decode` and `min_prefill`, and give only one of `max_bytes` and `max_kl`"
             )
         return None
     times = None if timer is None else measure_times(method, model, timer)
+    if not same_choices(method, model):  # a mixture may be faster than any model with one choice
+        return times
     for name, place in (("min_decode", 0), ("min_prefill", 1)):
         wish = getattr(wishes, name)
         if times is None or wish is None:

@@ -1,6 +1,7 @@
 """Every layer's choices with their bytes and losses, and models in which all layers have one choice, for timing."""
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -145,6 +146,13 @@ def measure_library(
     split_all_experts(work)
     with evaluating(work):
         layers = method.candidates(work, batches, Context(planned.device, planned.store(0)))
+    if idle := [name for name, layer in layers.items() if not any(choice.loss for choice in layer.choices.values())]:
+        warnings.warn(
+            f"{len(idle)} layers, of which {idle[0]} is the first, lose nothing by any choice, as experts do that no "
+            f"measured token reaches: the search gives them the fewest bits; more than {method.tokens} tokens may "
+            "reach them",
+            stacklevel=2,
+        )
     if lost := next((name for name, layer in layers.items() if not layer.choices), ""):
         raise ValueError(f"`choices`: none can store {lost} together with the linears that read the same input")
     shapes = targets(work, method.skip, method.where)
@@ -157,6 +165,13 @@ def measure_library(
         ends=tuple(ends),
         head=head if (head := find_ends(work).head) in ends else None,
     )
+
+
+def same_choices(method: Mixed, model: nn.Module) -> bool:
+    """Whether all linears inside the blocks can have the same choices."""
+    inside = [one for one in method.methods.values() if "blocks" in one.places]
+    shapes = targets(model, method.skip)
+    return all(takes(one, name, shape) for name, shape in shapes.items() for one in inside)
 
 
 def measure_times(method: Mixed, model: PreTrainedModel, timer: Timer) -> Times:
@@ -184,9 +199,8 @@ def _uniform(model: PreTrainedModel, method: LayerwiseMethod, mixed: Mixed) -> P
     split_all_experts(copied)
     ends = end_targets(copied, mixed.skip)
     prefix, _ = find_blocks(copied)
-    places = method.places
     for name, shape in targets(copied, mixed.skip, mixed.where).items():
-        if (name in ends) != ("embedding" in places) and len(places) == 1 or not takes(method, name, shape):
+        if ("embedding" if name in ends else "blocks") not in method.places or not takes(method, name, shape):
             continue
         kind = name.removeprefix(prefix).lstrip(".").partition(".")[2], shape
         if name in ends or kind not in made:

@@ -49,7 +49,8 @@ def batches(tokens):
 
 @pytest.fixture(autouse=True)
 def no_losses_of_before(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path / "cache"))
+    """Each test has a folder of losses of its own; compiled kernels stay where they are."""
+    monkeypatch.setattr("compress.search.library.cache_folder", lambda name: tmp_path / name)
 
 
 @pytest.mark.parametrize("seed", range(4))

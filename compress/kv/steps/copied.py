@@ -56,8 +56,8 @@ def _why_not_read(slab: object) -> str:
 
 
 def settle_ahead(slabs: Sequence[Slab]) -> None:
-    """Make the codes that the next token would make, but for groups to which it belongs itself. Slabs that are alike
-    make them together, which takes a GPU about as long as one of them alone."""
+    """Quantise every group of positions that would be complete after one more token, unless that token is part of it.
+    Slabs of the same shape and precision are quantised in one call, which takes a GPU about as long as one of them."""
     alike: dict[tuple[Any, ...], list[Slab]] = {}
     for slab in slabs:
         if 0 < (full := slab.full(coming=1)) <= slab.k.length:
