@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from compress.allocation.program import Choice
-from compress.linear import CompressedLinear, weight_of
+from compress.formats import bits_of
+from compress.linear import CompressedLinear, shape_of, weight_of
 from compress.walk.blocks import find_blocks, is_named
 from compress.walk.capture import Call, advance, block_calls, on_device
 from compress.walk.groups import collect, input_groups
@@ -22,17 +24,27 @@ from kernels.linear import fast_linear
 
 
 class Solved(NamedTuple):
-    """A linear in the stored form of one choice, beside its weight [out, in] and the statistics of its inputs."""
+    """A linear in the stored form of one choice, beside its weight [out, in] and the statistics of its inputs.
+
+    rows: those of the whole weight that W and the stored form have.
+    """
 
     new: CompressedLinear
     W: Tensor
     statistics: LayerStatistics
+    rows: slice = slice(None)
 
 
 class Loss(Protocol):
-    """The loss if some linears of a block are stored in another form, and all others are not changed."""
+    """The loss if some linears of a block are stored in another form, and all others are not changed.
 
-    statistics: tuple[str, ...]  # the names in STATISTICS that the loss reads
+    Attributes:
+        statistics: the names in STATISTICS that the loss reads.
+        sample: about this many rows of a weight are enough for all choices of a layer but the first; 0: all are needed.
+    """
+
+    statistics: tuple[str, ...]
+    sample: int
 
     def of(self, index: int, solved: Mapping[str, Solved]) -> float:
         """The loss for these linears of block `index`, which lies on the compute device."""
@@ -131,18 +143,38 @@ def _candidates(
     choices: dict[str, Choice] = {}
     for choice, method in methods.items():
         if all(takes(method, name, tuple(W.shape)) for name, W in weights.items()):
-            solved = {}
+            solved, size = {}, 0
             for name, statistics in layer.items():
-                own = statistics.for_another()
-                solved[name] = Solved(stored_as(name, linears[name], weights[name], own, method), weights[name], own)
-            choices[choice] = Choice(sum(map(stored_bytes, solved.values())), loss.of(index, solved))
+                own, W = statistics.for_another(), weights[name]
+                rows = sampled(method, linears[name], loss.sample if choices else 0)
+                linear = with_rows(linears[name], W, rows)
+                solved[name] = Solved(stored_as(name, linear, W[rows], own, method), W[rows], own, rows)
+                size += stored_bytes(solved[name], method, tuple(W.shape))
+            choices[choice] = Choice(size, loss.of(index, solved))
         progress.update(len(layer))
     return Candidates(tuple(layer), choices)
 
 
-def stored_bytes(solved: Solved) -> int:
-    """Bytes of a linear's stored weight, with floats that are cast with the model in 16 bits."""
-    return round(solved.new.bits_per_weight * solved.W.numel() / 8)
+def sampled(method: LayerwiseMethod, linear: nn.Module, count: int) -> slice:
+    """About `count` rows of a weight, evenly spread, if the method treats rows alike; otherwise all, as for 0."""
+    step = shape_of(linear)[0] // count if count and method.alike_rows and type(linear) is nn.Linear else 1
+    return slice(None, None, max(step, 1))
+
+
+def with_rows(linear: nn.Module, W: Tensor, rows: slice) -> nn.Module:
+    """A linear with only these rows of its weight W [out, in] and no bias; the linear itself if these are all."""
+    if rows.step in (None, 1):
+        return linear
+    part = nn.Linear(W.shape[1], len(W[rows]), bias=False, device="meta")
+    part.weight = nn.Parameter(W[rows].to(linear.weight.dtype), requires_grad=False)
+    return part
+
+
+def stored_bytes(solved: Solved, method: LayerwiseMethod, shape: tuple[int, int]) -> int:
+    """Bytes of a stored weight of this shape, with floats that are cast with the model in 16 bits; by the method's
+    specification if only some rows were stored."""
+    whole = solved.rows.step in (None, 1)
+    return round((solved.new.bits_per_weight if whole else bits_of(method.stores(shape))) * prod(shape) / 8)
 
 
 def _statistics(

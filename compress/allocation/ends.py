@@ -5,7 +5,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from compress.allocation.candidates import Candidates, Loss, Solved, as_json, from_json, stored_bytes, takes
+from compress.allocation.candidates import (
+    Candidates,
+    Loss,
+    Solved,
+    as_json,
+    from_json,
+    sampled,
+    stored_bytes,
+    takes,
+    with_rows,
+)
 from compress.allocation.program import Choice
 from compress.embedding import find_ends
 from compress.walk.blocks import end_targets, find_blocks
@@ -15,6 +25,8 @@ from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.resume import BlockStore
 from compress.walk.statistics.saved import SavedStatistics
 from compress.walk.walk import with_errors
+
+TOKENS = 16  # factor of the sampled rows of a weight: rows of tokens differ more than those of other linears
 
 
 @torch.no_grad()
@@ -44,11 +56,13 @@ def measure_ends(
             statistics = head_statistics(model, batches, needs, device=device)
         choices: dict[str, Choice] = {}
         module = model.get_submodule(name)
+        W = module.weight.detach().to(device).float()
         for text, method in methods.items():
             if takes(method, name, shape):
-                new, _ = solve_end(module, name, None, statistics.for_another(), method, device)
-                solved = Solved(new, module.weight.detach().to(device).float(), statistics)
-                choices[text] = Choice(stored_bytes(solved), loss.of_end(name, solved))
+                rows = sampled(method, module, TOKENS * loss.sample if choices else 0)
+                new, _ = solve_end(with_rows(module, W, rows), name, None, statistics.for_another(), method, device)
+                solved = Solved(new, W[rows], statistics, rows)
+                choices[text] = Choice(stored_bytes(solved, method, shape), loss.of_end(name, solved))
         found[name] = Candidates((name,), choices)
     if store:
         store.put(index, {}, {name: as_json(one) for name, one in found.items()})

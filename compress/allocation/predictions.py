@@ -12,7 +12,6 @@ from compress.embedding import store_end
 from compress.linear import replace, sharing_copy
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Tail, advance, block_calls, device_of, on_device
-from compress.walk.walk import quadratic
 
 ROWS = 256  # tokens whose predictions are compared at once
 
@@ -26,6 +25,7 @@ class PredictionLoss:
     """
 
     statistics: tuple[str, ...] = ()
+    sample = 0
 
     def __init__(self, model: nn.Module, batches: Sequence[Tensor], device: torch.device) -> None:
         """
@@ -65,17 +65,18 @@ class PredictionLoss:
 class ScaledLoss:
     """The measured loss of a layer's first choice, and losses of its other choices in proportion to output errors.
 
-    The divergence is nearly quadratic in small errors, so that ||(W - Ŵ)X||² compares the choices of one layer. It does
-    not compare layers, for which one measurement for each layer is made. With four choices this takes a quarter of the
-    passes.
+    The divergence is nearly quadratic in small errors, so that ||(W - Ŵ)X||² compares the choices of one layer, and a
+    sample of its rows is enough. It does not compare layers, for which one measurement for each layer is made. With
+    four choices this takes a quarter of the passes.
     """
 
     statistics: tuple[str, ...] = ("gram",)
+    sample = 256
 
     def __init__(self, measured: PredictionLoss) -> None:
         self.measured = measured
-        self._layer: tuple[str, ...] = ()
-        self._first = 0.0, 1.0  # loss and error of the layer's first choice
+        self._first = 0.0  # the loss of the layer's first choice
+        self._errors: dict[str, Tensor] = {}  # and its errors, by linear [out]
 
     def of(self, index: int, solved: Mapping[str, Solved]) -> float:
         return self._scaled(solved, lambda: self.measured.of(index, solved))
@@ -87,17 +88,20 @@ class ScaledLoss:
         self.measured.leave(index)
 
     def _scaled(self, solved: Mapping[str, Solved], measure: Callable[[], float]) -> float:
-        error = sum(_output_error(one) for one in solved.values())
-        if tuple(solved) != self._layer:
-            self._layer, self._first = tuple(solved), (measure(), max(error, 1e-30))
-        loss, of_first = self._first
-        return loss * error / of_first
+        if solved.keys() != self._errors.keys():
+            self._first, self._errors = measure(), {name: _row_errors(one) for name, one in solved.items()}
+        error = of_first = 0.0
+        for name, one in solved.items():
+            first = self._errors[name]
+            error += len(first) * _row_errors(one).mean().item()
+            of_first += len(first) * first[one.rows].mean().item()
+        return self._first * error / max(of_first, 1e-30)
 
 
-def _output_error(one: Solved) -> float:
-    """||(W - Ŵ)X||² of the calibration tokens, as a mean; ||W - Ŵ||² if there were no tokens."""
+def _row_errors(one: Solved) -> Tensor:
+    """||(W - Ŵ)X||² of each row [out], as a mean over the calibration tokens; ||W - Ŵ||² if there were no tokens."""
     D = one.W - one.new.dequantize()
-    return quadratic(D, one.statistics.values["gram"]) if one.statistics.tokens else D.square().sum().item()
+    return ((D @ one.statistics.values["gram"]) * D if one.statistics.tokens else D.square()).sum(1)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ class FisherLoss:
     """The `predicted_loss` of the linears that are stored in another form."""
 
     statistics: tuple[str, ...] = ("gram",)
+    sample = 0
 
     def __init__(self, F: Mapping[str, Tensor]) -> None:
         """
@@ -22,7 +23,7 @@ class FisherLoss:
 
     def of(self, index: int, solved: Mapping[str, Solved]) -> float:
         total = 0.0
-        for name, (new, W, statistics) in solved.items():
+        for name, (new, W, statistics, _) in solved.items():
             if not statistics.tokens:  # an expert that no token reached
                 continue
             D = W - new.dequantize()

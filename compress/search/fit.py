@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,16 @@ from compress.apply import apply
 from compress.linear import sharing_copy
 from compress.result import Result
 from compress.search.choices import search_method
-from compress.search.library import Library, Timer, Times, check_library, measure_library, measure_times, same_choices
+from compress.search.library import (
+    ORIGINAL,
+    Library,
+    Timer,
+    Times,
+    check_library,
+    measure_library,
+    measure_times,
+    same_choices,
+)
 from compress.search.program import Costs, LayersProgram
 from compress.search.wishes import Wishes
 from compress.walk.capture import device_of
@@ -31,6 +41,7 @@ VERIFIED = 4  # windows on which the divergence of a whole model is measured
 ROUNDS = 3
 TINY = 1e-9  # the least divergence that counts, nats per token
 POINTS = 12  # of the front
+NEAR = 1.3  # a model with one choice everywhere is made if it is predicted to be at most this much worse
 PLACES = ("blocks", "embedding")
 
 
@@ -77,8 +88,9 @@ def fit(
 
     Models in which all linears have one choice are timed; a layer's time is its share of the weights. The losses of all
     choices are measured layer by layer and are assumed to add up. The divergence of the chosen whole model is measured
-    on other text; if it is beyond its limit, the search is repeated with losses in proportion to it, at most three
-    times in all.
+    on other text, and its speed if a speed is limited; if it is beyond a limit, the search is repeated with
+    predictions in proportion to what was measured, at most three times in all. The best model with one choice for all
+    linears, and one for the embedding and the head, is made as well if it may be as good, and wins if it is better.
 
     Args:
         model: a decoder of transformers; it is not changed.
@@ -100,7 +112,7 @@ def fit(
     check_library(model, batches, method, most=wishes.max_bytes, **how)
     times = _times(model, method, wishes, timer)
     library = measure_library(model, batches, method, **how)
-    return _Search(model, batches, wishes, library, times, how).run()
+    return _Search(model, batches, wishes, library, times, timer, how).run()
 
 
 def _times(model: PreTrainedModel, method: Mixed, wishes: Wishes, timer: Timer | None) -> Times | None:
@@ -144,59 +156,111 @@ class _Search:
         wishes: Wishes,
         library: Library,
         times: Times | None,
+        timer: Timer | None,
         how: Mapping[str, Any],
     ) -> None:
-        self.model, self.batches, self.wishes, self.library, self.times, self.how = (
-            model, batches, wishes, library, times, how,
+        self.model, self.batches, self.wishes, self.library, self.times, self.timer, self.how = (
+            model, batches, wishes, library, times, timer, how,
         )  # fmt: skip
         self.program = LayersProgram(library.costs(times))
         self.factor = 1.0  # measured divergence of a whole model / sum of its layers' losses
+        self.slower = 1.0, 1.0  # measured time of a whole model / predicted time, of decoding and of prompts
         further = getattr(batches, "further", lambda count: [])(VERIFIED)
         self.windows, self.held_out = further or list(batches[-VERIFIED:]), bool(further)
+        self.expected = self._logits(model)
+        self.rounds: list[SearchRound] = []
+        self.made: list[tuple[Result, dict[str, str]]] = []
 
     def run(self) -> Fit:
-        rounds: list[SearchRound] = []
-        made: list[tuple[Result, dict[str, str]]] = []
-        expected = self._logits(self.model)
         for number in tqdm(range(ROUNDS), desc="fit", unit="round"):
-            chosen = self.program.best(self.wishes.minimises, self._limits())
-            if chosen is None and not made:
-                raise ValueError(self._impossible())
-            if chosen is None:  # with the corrected limit of the loss: as near to it as the other limits allow
-                chosen = self.program.best("loss", {n: limit for n, limit in self._limits().items() if n != "loss"})
-            if any(chosen == before for _, before in made):
+            chosen = self._choose()
+            if self._is_made(chosen):
                 break
-            result = apply(
-                [self.library.recipe(chosen, self.model)], sharing_copy(self.model), self.batches, **self.how
-            )
-            kl = divergence(expected, self._logits(result.model))
-            rounds.append(SearchRound(self._point(chosen), self.factor, kl, bytes_beside(result.model, {})))
-            made.append((result, chosen))
-            self.factor = max(kl, TINY) / max(self.program.of(chosen).loss, TINY)
-            if self.wishes.max_kl is None or kl <= self.wishes.max_kl * (1 + CLOSE) and self._tight(kl, number):
+            one = self._make(chosen)
+            if self._keeps(one) and (number > 0 or self._tight(one)):
                 break
-        return Fit(*self._best(rounds, made))
+        uniform = self.program.uniform(self._aim, self._limits(), self.library.kinds())
+        if uniform and not self._is_made(uniform) and self._near(uniform):
+            self._make(uniform, uniform=True)
+        return Fit(*self._best(uniform))
 
-    def _tight(self, kl: float, number: int) -> bool:
-        """Whether a model within the limit of the divergence is kept: nothing else is optimised, or the limit is nearly
-        used up, or it was corrected already."""
-        return self.wishes.minimises == "loss" or kl > 0.9 * (self.wishes.max_kl or 0) or number > 0
+    @property
+    def _aim(self) -> str:
+        return self.wishes.minimises
 
-    def _best(
-        self, rounds: list[SearchRound], made: list[tuple[Result, dict[str, str]]]
-    ) -> tuple[Result, SearchRecord]:
-        limit = self.wishes.max_kl
-        within = [i for i, one in enumerate(rounds) if limit is None or one.divergence <= limit * (1 + CLOSE)]
+    def _is_made(self, chosen: dict[str, str]) -> bool:
+        return any(chosen == before for _, before in self.made)
+
+    def _choose(self) -> dict[str, str]:
+        """The best choices within the limits; if corrected limits cannot be kept, those nearest to the broken one."""
+        limits = self._limits()
+        chosen = self.program.best(self._aim, limits)
+        if chosen is None and not self.made:
+            raise ValueError(self._impossible())
+        if chosen is None:
+            name = max(self._excess(self.rounds[-1]).items(), key=lambda one: one[1])[0]
+            chosen = self.program.best(name, {other: limit for other, limit in limits.items() if other != name})
+        return chosen or self.made[-1][1]
+
+    def _make(self, chosen: dict[str, str], *, uniform: bool = False) -> SearchRound:
+        """Compress a copy of the model so, measure it, and correct the predictions by what it reached."""
+        result = apply([self.library.recipe(chosen, self.model)], sharing_copy(self.model), self.batches, **self.how)
+        kl = divergence(self.expected, self._logits(result.model))
+        rates: tuple[float | None, float | None] = None, None
+        costs, point = self.program.of(chosen), self._point(chosen)
+        factor = self.factor
+        if self.wishes.timed and self.timer and self.times:
+            found = self.timer({ORIGINAL: self.model, "chosen": result.model})
+            ratios = [after / before for before, after in zip(found[ORIGINAL], found["chosen"], strict=True)]
+            rates = tuple(rate * ratio for rate, ratio in zip(self.times.original, ratios, strict=True))
+            predicted = 1 + costs.decode, 1 + costs.prefill  # times, of which the original's is 1
+            if not uniform:
+                self.slower = tuple(1 / ratio / time for ratio, time in zip(ratios, predicted, strict=True))
+        if not uniform:
+            self.factor = max(kl, TINY) / max(costs.loss, TINY)
+        self.rounds.append(SearchRound(point, factor, kl, bytes_beside(result.model, {}), *rates, uniform=uniform))
+        self.made.append((result, chosen))
+        return self.rounds[-1]
+
+    def _excess(self, one: SearchRound) -> dict[str, float]:
+        """How far a model is beyond each limit that predictions can miss, as a logarithm; below 0: it is within."""
+        excess = {}
+        if self.wishes.max_kl is not None:
+            excess["loss"] = log(max(one.divergence, TINY) / self.wishes.max_kl)
+        for place, (name, wish) in enumerate(
+            (("decode", self.wishes.min_decode), ("prefill", self.wishes.min_prefill))
+        ):
+            if wish is not None and (rate := getattr(one, name)):
+                excess[name] = log(self._rate(wish, place) / rate)
+        return excess
+
+    def _keeps(self, one: SearchRound) -> bool:
+        return all(beyond <= log(1 + CLOSE) for beyond in self._excess(one).values())
+
+    def _tight(self, one: SearchRound) -> bool:
+        """Whether nothing can be gained by a corrected limit of the divergence, which is nearly used up."""
+        return self._aim == "loss" or self._excess(one).get("loss", 0.0) > log(0.9)
+
+    def _near(self, uniform: dict[str, str]) -> bool:
+        """Whether a model with one choice everywhere may be as good as the best that was made."""
+        value = {"loss": lambda p: p.loss, "bytes": lambda p: p.bytes, "decode": lambda p: 1 / (p.decode or 1)}
+        point = self._point(uniform)
+        return value[self._aim](point) <= NEAR * min(value[self._aim](self._point(one)) for _, one in self.made)
+
+    def _best(self, uniform: dict[str, str] | None) -> tuple[Result, SearchRecord]:
+        rounds = self.rounds
+        within = [i for i, one in enumerate(rounds) if self._keeps(one)]
         aim = {"loss": lambda i: rounds[i].divergence, "bytes": lambda i: rounds[i].point.bytes,
-               "decode": lambda i: -(rounds[i].point.decode or 0)}[self.wishes.minimises]  # fmt: skip
-        index = min(within, key=aim) if within else min(range(len(rounds)), key=lambda i: rounds[i].divergence)
-        result, chosen = made[index]
+               "decode": lambda i: -(rounds[i].decode or rounds[i].point.decode or 0)}[self._aim]  # fmt: skip
+        nearest = min(range(len(rounds)), key=lambda i: max(self._excess(rounds[i]).values(), default=0.0))
+        index = min(within, key=aim) if within else nearest
+        result, chosen = self.made[index]
         record = SearchRecord(
             max_bytes=self.wishes.max_bytes,
             min_decode=self._rate(self.wishes.min_decode, 0),
             min_prefill=self._rate(self.wishes.min_prefill, 1),
-            max_kl=limit,
-            minimised=self.wishes.minimises,
+            max_kl=self.wishes.max_kl,
+            minimised=self._aim,
             rounds=tuple(rounds),
             kept=index,
             front=tuple(self._front(rounds[index].factor)),
@@ -207,6 +271,8 @@ class _Search:
             held_out=self.held_out,
             layers=len(self.library.layers),
             used=_counts(self.library, chosen),
+            uniform=None if uniform is None else ", ".join(dict.fromkeys(uniform.values())),
+            uniform_point=None if uniform is None else self._point(uniform),
         )
         return result, record
 
@@ -219,7 +285,7 @@ class _Search:
             limits["loss"] = wishes.max_kl / self.factor
         for name, wish, place in (("decode", wishes.min_decode, 0), ("prefill", wishes.min_prefill, 1)):
             if wish is not None:
-                limits[name] = self.times.original[place] / self._rate(wish, place) - 1
+                limits[name] = self.times.original[place] / self._rate(wish, place) / self.slower[place] - 1
         return limits
 
     def _rate(self, wish: float | None, place: int) -> float | None:
@@ -234,8 +300,9 @@ class _Search:
     def _as_point(self, costs: Costs, factor: float) -> SearchPoint:
         rates = [None, None]
         if self.times is not None:
+            more = costs.decode, costs.prefill
             rates = [
-                one / (1 + more) for one, more in zip(self.times.original, (costs.decode, costs.prefill), strict=True)
+                rate / (1 + m) / slower for rate, m, slower in zip(self.times.original, more, self.slower, strict=True)
             ]
         return SearchPoint(round(costs.bytes) + self.library.beside, costs.loss * factor, *rates)
 

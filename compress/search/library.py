@@ -74,6 +74,10 @@ class Library:
         """All choices."""
         return list(self.method.methods)
 
+    def kinds(self) -> list[list[str]]:
+        """The layers in blocks, and the embedding and the head."""
+        return [[n for n in self.layers if n not in self.ends], [n for n in self.layers if n in self.ends]]
+
     def costs(self, times: Times | None) -> dict[str, dict[str, Costs]]:
         """{layer: {choice: its costs}}; a layer's time is its share, by weights, of that of all layers in blocks that
         can have the choice."""

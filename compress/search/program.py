@@ -1,5 +1,6 @@
 """One choice for each layer under several limits, by integer programming."""
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,22 @@ class LayersProgram:
         if found.status:
             warnings.warn(f"the choices may not be the best ones: {found.message}", stacklevel=2)
         return {name: choice for (name, choice), x in zip(self.places, found.x, strict=True) if x > 0.5}
+
+    def uniform(
+        self, minimise: str, limits: Mapping[str, float], kinds: Sequence[Sequence[str]]
+    ) -> dict[str, str] | None:
+        """As `best`, with one choice for all layers of a kind; None if no such choices keep all limits.
+
+        Args:
+            kinds: layers by their names, each in one kind; at most a few kinds.
+        """
+        shared = [set.intersection(*(set(self.layers[name]) for name in kind)) for kind in kinds if kind]
+        made = [
+            {name: choice for kind, choice in zip(filter(None, kinds), several, strict=True) for name in kind}
+            for several in itertools.product(*(sorted(one) for one in shared))
+        ]
+        within = [one for one in made if all(getattr(self.of(one), name) <= limit for name, limit in limits.items())]
+        return min(within, key=lambda one: getattr(self.of(one), minimise), default=None)
 
     def of(self, chosen: Mapping[str, str]) -> Costs:
         """The sums of these choices."""

@@ -44,6 +44,8 @@ class LayerwiseMethod(Method):
     # Whether the parts that `solve` returns are added to the stored parts. `solve` is then given the original weight
     # minus the stored parts, and takes no linear without stored parts; `stores` lists the added parts.
     adds: ClassVar[bool] = False
+    # Whether the errors of some rows of a weight tell those of the others, so that a search may try a sample of rows.
+    alike_rows: ClassVar[bool] = False
 
     def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[LayerRecord]:
         records: list[LayerRecord] = []

@@ -16,6 +16,8 @@ from kernels.int_matmul import BITS
 class GridMethod(LayerwiseMethod):
     """A method that stores each weight as values of a grid, with a scale for each group of columns."""
 
+    alike_rows: ClassVar[bool] = True
+
     bits: int = knob(4, "bits per weight; 1 with grid=binary", choices=(1, *BITS), describes=True)
     group_size: int = knob(64, "columns that share a scale; -1 for a whole row", range=(-1, 1 << 20), describes=True)
     grid: str = knob(

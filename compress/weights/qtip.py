@@ -24,6 +24,7 @@ class QTIP(HessianMethod):
     name: ClassVar[str] = "qtip"
     source: ClassVar[str] = "arXiv:2406.11235"
     working_set: ClassVar[tuple[float, float]] = (10.0, 3.0)
+    alike_rows: ClassVar[bool] = True
 
     bits: int = knob(3, "bits per weight", choices=BITS, describes=True)
     states: int = knob(

@@ -18,13 +18,23 @@ class SearchPoint:
 
 @dataclass(frozen=True)
 class SearchRound:
-    """A model that was made. point: as predicted. factor: what the sum of the layers' losses was multiplied by.
-    divergence: measured on whole windows, nats per token. bytes: of the model that was made, stored."""
+    """A model that was made.
+
+    Attributes:
+        point: as predicted. factor: what the sum of the layers' losses was multiplied by.
+        divergence: measured on whole windows, nats per token. bytes: of the model that was made, stored.
+        decode, prefill: tokens per second as predicted, times what the model reached as a multiple of the prediction,
+            both relative to the original in the same turns; None: it was not timed.
+        uniform: is it the model with one choice for all linears in blocks, and one for the embedding and the head?
+    """
 
     point: SearchPoint
     factor: float
     divergence: float
     bytes: int | None = None
+    decode: float | None = None
+    prefill: float | None = None
+    uniform: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,9 @@ class SearchRecord:
             in which all layers have it. original: its decode and prefill, tokens per second.
         held_out: are the windows, on which whole models were measured, others than the calibration's?
         layers: number of layers that have a choice. used: by choice, the number of linears that have it.
+        uniform: the best recipe within the limits with one choice for all linears in blocks, and one for the embedding
+            and the head; None: none keeps the limits, or an earlier version made the record.
+        uniform_point: the model of this recipe.
     """
 
     max_bytes: float | None
@@ -57,6 +70,8 @@ class SearchRecord:
     held_out: bool = True
     layers: int = 0
     used: dict[str, int] = field(default_factory=dict)
+    uniform: str | None = None
+    uniform_point: SearchPoint | None = None
 
     def broken(self) -> list[str]:
         """The limits that the model that was kept does not keep, in sentences."""
@@ -68,7 +83,30 @@ class SearchRecord:
             )
         if self.max_bytes and kept.bytes and kept.bytes > self.max_bytes:
             said.append(f"The limit of bytes is not kept: the model takes {kept.bytes / 1e6:.2f} MB.")
+        for what, wish, rate in (
+            ("decoding", self.min_decode, kept.decode),
+            ("prompts", self.min_prefill, kept.prefill),
+        ):
+            if wish and rate and rate < wish / (1 + CLOSE):
+                said.append(f"The limit of the speed of {what} is not kept: the model reaches {rate:.0f} tokens/s.")
         return said
+
+    def beside_uniform(self) -> str:
+        """What the best recipe with one choice for all linears gives, in a sentence; "" if it is not known."""
+        if self.uniform is None or self.uniform_point is None:
+            return ""
+        start = f"The best recipe within the limits that has one choice for all linears is {self.uniform}"
+        if self.rounds[self.kept].uniform:
+            return f"{start}. It is the model that was kept, because no mix that was made is better."
+        made = next((one for one in self.rounds if one.uniform), None)
+        if made is None:
+            return (
+                f"{start}. Its predicted divergence is {self.uniform_point.loss:.4f} nats per token in "
+                f"{self.uniform_point.bytes / 1e6:.1f} MB, so that it was not made."
+            )
+        return (
+            f"{start}. Its divergence on the same windows is {made.divergence:.4f} in {made.point.bytes / 1e6:.1f} MB."
+        )
 
     def sentences(self) -> list[str]:
         """What was asked, found and measured, for readers."""
@@ -95,5 +133,6 @@ class SearchRecord:
             f"{made} made. The prediction for the chosen one is {predicted}; its divergence on {windows} is "
             f"{kept.divergence:.4f} nats per token.",
             f"Linears by choice: {mix}.",
+            *filter(None, [self.beside_uniform()]),
             *self.broken(),
         ]

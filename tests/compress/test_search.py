@@ -75,6 +75,25 @@ def test_the_program_finds_the_least_of_all_combinations(seed):
     assert set(NAMES) == {"bytes", "loss", "decode", "prefill"}
 
 
+def test_one_choice_for_all_layers_of_a_kind():
+    """Compared with all such combinations; a choice that one layer of a kind lacks is none."""
+    generator = torch.Generator().manual_seed(0)
+    layers = {
+        f"l{i}": {f"c{j}": Costs(*torch.rand(4, generator=generator).tolist()) for j in range(4 - (i == 2))}
+        for i in range(5)
+    }
+    program, kinds = LayersProgram(layers), [["l0", "l1", "l2"], ["l3", "l4"], []]
+    assert program.uniform("loss", {"bytes": 0.1}, kinds) is None
+    for limit in (2.0, 2.5, 5.0):
+        every = [
+            dict.fromkeys(kinds[0], f"c{i}") | dict.fromkeys(kinds[1], f"c{j}") for i in range(3) for j in range(4)
+        ]
+        kept = [one for one in every if program.of(one).bytes <= limit]
+        assert program.uniform("loss", {"bytes": limit}, kinds) == (
+            min(kept, key=lambda one: program.of(one).loss) if kept else None
+        )
+
+
 def test_limits_are_read_as_users_write_them():
     found = wishes_of(max_bytes="1.5MB", min_decode="2x", max_kl=0.1)
     assert (found.max_bytes, found.min_decode, found.times, found.max_kl) == (1.5e6, 2.0, True, 0.1)
@@ -164,6 +183,70 @@ def test_losses_are_measured_once_for_the_same_question(model, batches, monkeypa
     assert measure_library(model, batches, chooser()).layers == first.layers and not measured
     measure_library(model, batches, search_method(BLOCKS, tokens=48))
     assert measured, "on other tokens"
+
+
+def test_a_sample_of_rows_tells_the_losses_of_further_choices(model, batches, monkeypatch):
+    """In the same bytes; the first choice of each layer, which is measured, needs all rows."""
+    method = chooser(f"{BLOCKS}; {ENDS}")
+    monkeypatch.setattr(ScaledLoss, "sample", 0)
+    whole = measure_library(model, batches, method).layers
+    monkeypatch.setattr(ScaledLoss, "sample", 12)
+    rows = []
+    own = ScaledLoss._scaled
+    monkeypatch.setattr(
+        ScaledLoss, "_scaled",
+        lambda self, solved, measure: rows.extend(len(one.W) for one in solved.values()) or own(self, solved, measure),
+    )  # fmt: skip
+    sampled = measure_library(model, batches, search_method(f"{BLOCKS}; {ENDS}", tokens=95)).layers
+    assert min(rows) < 24 < max(rows)
+    for name, layer in whole.items():
+        for text, choice in layer.choices.items():
+            assert sampled[name].choices[text].cost == choice.cost
+        first, *others = layer.choices
+        for text in others:
+            ratio, near = (one[name].choices[text].loss / one[name].choices[first].loss for one in (whole, sampled))
+            assert near == pytest.approx(ratio, rel=0.35), (name, text)
+
+
+def test_the_best_uniform_recipe_is_made_where_it_may_be_as_good(model, batches, monkeypatch):
+    """It wins if it loses less, and the record says so; where it is predicted to be far behind, it is not made."""
+    method = chooser(f"{BLOCKS}; {ENDS}")
+    library = measure_library(model, batches, method)
+    fours = {name: list(layer.choices)[-2] for name, layer in library.layers.items()}  # of the blocks and of the ends
+    limit = library.beside + 1.1 * LayersProgram(library.costs(None)).of(fours).bytes
+    monkeypatch.setattr("compress.search.fit.NEAR", 0.5)
+    alone = fit(model, batches, Wishes(max_bytes=limit), method=method).record
+    assert len(alone.rounds) == 1 and "so that it was not made" in alone.beside_uniform()
+    monkeypatch.setattr("compress.search.fit.NEAR", 1e9)
+    both = fit(model, batches, Wishes(max_bytes=limit), method=method).record
+    assert [one.uniform for one in both.rounds] == [False, True] and both.rounds[1].point.bytes <= limit
+    assert both.kept == min(range(2), key=lambda i: both.rounds[i].divergence)
+    assert both.uniform.count("rtn(") == 2
+    turns = itertools.cycle((0.5, 0.4))
+    monkeypatch.setattr("compress.search.fit.divergence", lambda *_: next(turns))
+    won = fit(model, batches, Wishes(max_bytes=limit), method=method)
+    assert won.record.kept == 1 and "no mix that was made is better" in won.record.beside_uniform()
+    assert len({one.choice for one in won.result.layers}) == 2
+
+
+def test_a_limit_of_speed_is_corrected_by_what_whole_models_reach(model, batches):
+    """Mixes run at 0.9 times the speed that the models with one choice predict."""
+
+    def mixes_are_slower(models):
+        mixed = set(models) == {"original", "chosen"}
+        return {
+            name: (rates[0] * (0.9 if mixed and name == "chosen" else 1.0), rates[1])
+            for name, rates in timer(models).items()
+        }
+
+    library = measure_library(model, batches, chooser())
+    fastest = 1 / measure_times(library.method, model, timer).decode[TEXTS[0]]
+    wishes = Wishes(min_decode=1 + 0.6 * (fastest - 1), times=True)
+    record = fit(model, batches, wishes, method=chooser(), timer=mixes_are_slower).record
+    first, second = record.rounds[:2]
+    assert first.decode == pytest.approx(0.9 * first.point.decode, rel=0.05) and first.decode < record.min_decode
+    assert second.decode == pytest.approx(second.point.decode, rel=0.05) and second.decode > 0.98 * record.min_decode
+    assert record.rounds[record.kept].decode > 0.98 * record.min_decode and not record.broken()
 
 
 def test_a_corrected_limit_that_cannot_be_kept_gives_the_nearest_model(model, batches, monkeypatch):
