@@ -110,12 +110,14 @@ def fit(
     method = method or search_method()
     how: dict[str, Any] = {"device": device, "work_path": work_path}
     check_library(model, batches, method, most=wishes.max_bytes, **how)
-    times = _times(model, method, wishes, timer)
+    times = _times(model, method, wishes, timer, work_path)
     library = measure_library(model, batches, method, **how)
     return _Search(model, batches, wishes, library, times, timer, how).run()
 
 
-def _times(model: PreTrainedModel, method: Mixed, wishes: Wishes, timer: Timer | None) -> Times | None:
+def _times(
+    model: PreTrainedModel, method: Mixed, wishes: Wishes, timer: Timer | None, work_path: str | Path | None
+) -> Times | None:
     """The times of all choices, before losses are measured, which takes longer.
 
     Raises:
@@ -128,7 +130,7 @@ def _times(model: PreTrainedModel, method: Mixed, wishes: Wishes, timer: Timer |
                 "out `min_decode` and `min_prefill`, and give only one of `max_bytes` and `max_kl`"
             )
         return None
-    times = None if timer is None else measure_times(method, model, timer)
+    times = None if timer is None else measure_times(method, model, timer, work_path)
     if not same_choices(method, model):  # a mixture may be faster than any model with one choice
         return times
     for name, place in (("min_decode", 0), ("min_prefill", 1)):
@@ -268,6 +270,7 @@ class _Search:
             decode_ratio={} if self.times is None else {text: 1 / t for text, t in self.times.decode.items()},
             prefill_ratio={} if self.times is None else {text: 1 / t for text, t in self.times.prefill.items()},
             original=None if self.times is None else self.times.original,
+            timed_earlier=bool(self.times and self.times.earlier),
             held_out=self.held_out,
             layers=len(self.library.layers),
             used=_counts(self.library, chosen),

@@ -1,8 +1,13 @@
 """Every layer's choices with their bytes and losses, and models in which all layers have one choice, for timing."""
 
 import copy
+import hashlib
+import json
+import os
+import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -11,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import kernels
 from compress.allocation.budget import bytes_beside, megabytes
 from compress.allocation.candidates import Candidates, takes
 from compress.apply import split_all_experts
@@ -26,10 +32,13 @@ from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import Collector
 from compress.walk.walk import stored_as
 from compress.weights.mixed import Mixed
+from kernels.support.files import write_whole
 from kernels.support.modes import evaluating
+from kernels.support.source import code_sha256
 from kernels.support.user_cache import cache_folder
 
 ORIGINAL = "original"
+KERNELS = Path(kernels.__file__).parent
 
 # Models that decode: {name: tokens per second of decoding and of reading a prompt}, in the same turns.
 Timer = Callable[[Mapping[str, PreTrainedModel]], Mapping[str, tuple[float, float]]]
@@ -42,11 +51,13 @@ class Times:
     Attributes:
         original: tokens per second of decoding and of reading a prompt, in 16 bits.
         decode, prefill: by choice, the time of the model with this choice, as a multiple of the original's.
+        earlier: were they measured by an earlier search?
     """
 
     original: tuple[float, float]
     decode: dict[str, float]
     prefill: dict[str, float]
+    earlier: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,24 +189,41 @@ def same_choices(method: Mixed, model: nn.Module) -> bool:
     return all(takes(one, name, shape) for name, shape in shapes.items() for one in inside)
 
 
-def measure_times(method: Mixed, model: PreTrainedModel, timer: Timer) -> Times:
-    """Time the original and a model for every choice of `mixed`, in the same turns.
+def measure_times(method: Mixed, model: PreTrainedModel, timer: Timer, work_path: str | Path | None = None) -> Times:
+    """Time the original and a model for every choice of `mixed`, in the same turns, or read what an earlier search for
+    the same shapes and choices, on the same machine and with the same kernels, has measured.
+
+    Args:
+        work_path: the folder that keeps the times; None: the user's cache folder.
 
     Raises:
         ValueError: the timer gave no speed for a model.
     """
+    kept = Path(work_path or cache_folder("search")) / f"times-{_circumstances(method, model)}.json"
+    with suppress(OSError, ValueError, TypeError):
+        found = json.loads(kept.read_text(encoding="utf-8"))
+        return Times(tuple(found["original"]), found["decode"], found["prefill"], earlier=True)
     rates = timer({ORIGINAL: model} | {text: _uniform(model, one, method) for text, one in method.methods.items()})
     if odd := next((name for name, both in rates.items() if not all(0 < rate < float("inf") for rate in both)), ""):
         raise ValueError(f"`timer` gave {rates[odd]} for {odd}, which are no tokens per second")
     decode, prefill = rates[ORIGINAL]
-    return Times(
+    times = Times(
         (decode, prefill),
         {text: decode / rates[text][0] for text in method.methods},
         {text: prefill / rates[text][1] for text in method.methods},
     )
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(json.dumps({"original": times.original, "decode": times.decode, "prefill": times.prefill}), kept)
+    return times
 
 
-@torch.no_grad()
+def _circumstances(method: Mixed, model: PreTrainedModel) -> str:
+    """A hash of what times depend on: the model's shapes, the choices, the machine, its threads and the kernels."""
+    machine = platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), str(device_of(model))
+    about = model.config.to_json_string(), list(method.methods), method.skip, machine, torch.__version__
+    return hashlib.sha256(json.dumps([*about, code_sha256(KERNELS)]).encode()).hexdigest()[:16]
+
+
 def _uniform(model: PreTrainedModel, method: LayerwiseMethod, mixed: Mixed) -> PreTrainedModel:
     """The model with this choice for all layers that can have it: only its shapes and formats are right, not its
     weights, each of which is solved once and copied to the other blocks."""

@@ -66,7 +66,7 @@ class Mixed(LayerwiseMethod):
     loss: str = knob(
         "kl",
         "what is minimised: the divergence of the predictions, measured for every choice (kl), or measured for the "
-        "smallest choice of each layer and scaled by output errors for the others (kl_scaled); its estimate from "
+        "middle choice of each layer and scaled by output errors for the others (kl_scaled); its estimate from "
         "squared gradients (fisher); or nothing: more bits go to the blocks that turn the residual stream most "
         "(cosine), to those with the fewest large weights (zscore), or to blocks drawn at random (shuffled)",
         choices=(*MEASURED, "cosine", "zscore", "shuffled"),
@@ -311,9 +311,12 @@ class Mixed(LayerwiseMethod):
         return ScaledLoss(measured) if self.loss == "kl_scaled" else measured
 
     def _of(self, place: str) -> dict[str, LayerwiseMethod]:
-        """The choices for this place, from the smallest to the largest."""
-        own = {text: method for text, method in self.methods.items() if place in method.places}
-        return dict(sorted(own.items(), key=lambda one: bits_of(one[1].stores((4096, 4096)))))
+        """The choices for this place, from the smallest to the largest; before them the middle one, if the loss is
+        measured for the first and scaled for the others."""
+        own = [(text, method) for text, method in self.methods.items() if place in method.places]
+        own.sort(key=lambda one: bits_of(one[1].stores((4096, 4096))))
+        middle = own[len(own) // 2 : len(own) // 2 + 1] if self.loss == "kl_scaled" else []
+        return dict([*middle, *own])
 
     def _taking(self, name: str, shape: tuple[int, int]) -> dict[str, LayerwiseMethod]:
         """The choices that can store this linear."""

@@ -6,6 +6,7 @@ missing. Numbers that are not finite are kept. JSON has no such numbers, so they
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from eval.record.reading import row
 from eval.record.search import SearchRecord
 from eval.record.speed import Cost, Measure, Speed, SpeedGrid
 
+_LONG_TEXT = re.compile(r"'([^']{40})[^']{10,}'")  # a knob's text that is too long for a label
 PHASES = {  # of a timing, by metric
     "decode_tokens_per_s": "decode", "step_tokens_per_s": "step", "prefill_tokens_per_s": "prefill",
     "time_to_first_token_s": "prefill",
@@ -245,10 +247,14 @@ class RunRecord:
         loads += [self.cache.speed.load] if self.cache and self.cache.speed else []
         return next(filter(None, map(noise.disturbed, loads)), "")
 
-    def recipe_of(self, model: str) -> str | None:
-        """A model's recipe in its written form; None if it has none."""
+    def recipe_of(self, model: str, *, whole: bool = False) -> str | None:
+        """A model's recipe in its written form, in which long texts of knobs end in … unless it is asked for as a
+        whole; None if it has none."""
         steps = self.recipes.get(model, self.recipe if model == "compressed" else None)
-        return None if steps is None else ", ".join(map(str, steps))
+        if steps is None:
+            return None
+        text = ", ".join(map(str, steps))
+        return text if whole else _LONG_TEXT.sub(r"'\1…'", text)
 
 
 def typed(record: RunRecord | Mapping[str, Any] | None) -> RunRecord:

@@ -48,6 +48,7 @@ class SearchRecord:
         front: the least losses for sizes between the smallest and the largest, within the limits of speed.
         choices: the methods. decode_ratio, prefill_ratio: by choice, how many times as fast as the original a model is
             in which all layers have it. original: its decode and prefill, tokens per second.
+        timed_earlier: were these speeds measured by an earlier search on this machine?
         held_out: are the windows, on which whole models were measured, others than the calibration's?
         layers: number of layers that have a choice. used: by choice, the number of linears that have it.
         uniform: the best recipe within the limits with one choice for all linears in blocks, and one for the embedding
@@ -70,6 +71,7 @@ class SearchRecord:
     held_out: bool = True
     layers: int = 0
     used: dict[str, int] = field(default_factory=dict)
+    timed_earlier: bool = False
     uniform: str | None = None
     uniform_point: SearchPoint | None = None
 

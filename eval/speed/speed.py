@@ -186,19 +186,15 @@ def rates_in_turns(
     return {name: (one.decode_tokens_per_s, one.prefill_tokens_per_s) for name, one in speeds.items()}
 
 
-def timer(
-    rounds: int, *, needed: bool = False
-) -> Callable[[Mapping[str, nn.Module]], dict[str, tuple[float, float]]] | None:
-    """`rates_in_turns` with this number of rounds, for `compress.fit`; None if it is 0.
+def timer(rounds: int, *, needed: bool) -> Callable[[Mapping[str, nn.Module]], dict[str, tuple[float, float]]] | None:
+    """`rates_in_turns` with this number of rounds, for `compress.fit`; None if no times are needed.
 
     Raises:
-        ValueError: it is 0 although times are needed, or below 0.
+        ValueError: the number is below 1.
     """
-    if rounds < 0 or needed and not rounds:
-        raise ValueError(
-            f"`search_rounds` (={rounds}) must be above 0 where a speed is limited or optimised, and never below 0"
-        )
-    return partial(rates_in_turns, rounds=rounds) if rounds else None
+    if rounds < 1:
+        raise ValueError(f"`search_rounds` (={rounds}) must be at least 1")
+    return partial(rates_in_turns, rounds=rounds) if needed else None
 
 
 def in_groups(

@@ -45,7 +45,9 @@ def context(run: RunRecord) -> dict[str, Any]:
         "wishes": _wishes(run, made),
         "choices": [_choice(made, text) for text in made.choices],
         "timed": made.original is not None,
+        "timed_earlier": made.timed_earlier,
         "front": _front(made),
+        "recipe": clean(run.recipe_of("compressed", whole=True) or "", 2000),
         "rounds": len(made.rounds),
         "factor": made.rounds[made.kept].factor,
     }

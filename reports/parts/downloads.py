@@ -22,7 +22,7 @@ def numbers(run: RunRecord) -> str:
     standard error or the number of answers."""
     lines: list[Sequence[object]] = []
     for model, own in run.scores.items():
-        recipe = run.recipe_of(model) or ""
+        recipe = run.recipe_of(model, whole=True) or ""
         metrics = [metric for metric in own if not metric.endswith("_stderr")]
         lines += [(model, recipe, metric, own[metric], own.get(f"{metric}_stderr", ""), "") for metric in metrics]
     for one in run.cache.answers if run.cache else ():
@@ -31,7 +31,14 @@ def numbers(run: RunRecord) -> str:
             if values := getattr(one, metric):
                 mean = sum(values) / len(values)
                 lines.append(
-                    (one.variant, run.recipe_of(one.variant) or "", f"{metric}: {where}", mean, "", len(values))
+                    (
+                        one.variant,
+                        run.recipe_of(one.variant, whole=True) or "",
+                        f"{metric}: {where}",
+                        mean,
+                        "",
+                        len(values),
+                    )
                 )
     return as_csv(("model", "recipe", "metric", "value", "stderr", "n"), lines)
 

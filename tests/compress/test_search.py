@@ -161,6 +161,25 @@ def test_speeds_are_predicted_from_models_with_one_choice(model, batches):
     assert {TEXTS[0], TEXTS[2]} & set(filter(found.record.used.get, found.record.used))
 
 
+def test_times_are_kept_for_the_next_search(model, batches, monkeypatch):
+    """For the same shapes, choices and kernels; the record says so."""
+    asked = []
+
+    def counting(models):
+        asked.append(list(models))
+        return timer(models)
+
+    limits = Wishes(min_decode=1.01, times=True)
+    first, second = (fit(model, batches, limits, method=chooser(), timer=counting).record for _ in range(2))
+    assert (first.timed_earlier, second.timed_earlier) == (False, True)
+    assert first.decode_ratio == second.decode_ratio and first.original == second.original
+    assert sum(len(names) > 2 for names in asked) == 1
+    shown = [search.context(typed({"search": one}))["timed_earlier"] for one in (first, second)]
+    assert shown == [False, True]
+    monkeypatch.setattr("compress.search.library.code_sha256", lambda *_: "other kernels")
+    assert not measure_times(chooser(), model, counting).earlier
+
+
 def test_times_of_a_choice_that_few_layers_can_have_are_theirs(tiny, batches):
     """A group size that divides the columns of `down` alone; the embedding of an untied model takes no time."""
     model = tiny("llama", tie_word_embeddings=False, intermediate_size=128)
@@ -278,7 +297,7 @@ def test_impossible_limits_say_how_near_one_can_come(model, batches):
     with pytest.raises(ValueError, match="is for blocks and for the embedding at once"):
         search_method("rtn(bits=4, group_size=16, where=all)")
     with pytest.raises(ValueError, match=r"`timer` gave \(0.0, 1.0\) for original"):
-        measure_times(chooser(), model, lambda models: dict.fromkeys(models, (0.0, 1.0)))
+        measure_times(chooser(TEXTS[0]), model, lambda models: dict.fromkeys(models, (0.0, 1.0)))
     with pytest.raises(
         ValueError, match="`max_bytes` can be .* MB at best .*; `max_kl` can be .* nats per token at best"
     ):
@@ -290,12 +309,12 @@ def test_impossible_limits_say_how_near_one_can_come(model, batches):
         search_method("")
 
 
-@pytest.mark.parametrize("save_format", list(STANDARD))
-def test_models_of_standard_choices_can_be_saved(save_format, model):
-    """In the format after which the set is called, each choice everywhere."""
-    method = search_method(save_format)
+@pytest.mark.parametrize("choices", list(STANDARD))
+def test_models_of_standard_choices_can_be_saved(choices, model):
+    """In the format after which the set is called, each choice everywhere; trellis codes in our own."""
+    method = search_method(choices)
     assert len(method.methods) > 1
-    check_save_format(save_format, [method], model)
+    check_save_format("workbench" if choices == "trellis" else choices, [method], model)
 
 
 def test_given_choices_are_those_of_the_model(tmp_path, model, batches):

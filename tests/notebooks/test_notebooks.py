@@ -158,7 +158,7 @@ EXPECTED = {
                    "seqlen": 64, "write_tokens": 0}, "dense", 7, expect_rotations),
     "pruning": ({"recipe": f"wanda(skip='{FIRST}')", "compare": "", "write_tokens": 0}, "bitmap", 35, expect_pruning),
     "search": ({"choices": "rtn(bits={3,8}, group_size=64)", "max_bytes": "264.5MB", "skip": FEW, "compare": "",
-                "loss_tokens": 128, "search_rounds": 0, "write_tokens": 0}, "int_group", 7, expect_search),
+                "loss_tokens": 128, "write_tokens": 0}, "int_group", 7, expect_search),
     "recover": ({"recipe": f"rtn(bits=3, skip='{FEW}')", "windows": 6, "steps": 3, "minutes": 0.0, "skip": FEW,
                  "write_tokens": 0}, "int_group", 7, expect_recover),
 }  # fmt: skip
