@@ -10,6 +10,8 @@ from eval.record.metrics import fmt
 from eval.record.noise import Ends, Load, counts, faster_by, speed_ends
 
 Interval = tuple[float, ...]  # (low, high), or (value, low, high)
+MEMORY = 0.6  # share of the bandwidth from which on a part is bound by memory
+SHORT = 15e-6  # seconds of an instruction, below which threads wait for one another for much of it
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,28 @@ class TimingSettings:
 
 
 @dataclass(frozen=True)
+class StepPart:
+    """A part of a decoding step, of all blocks together.
+
+    bytes: of weights or of the cache that one step reads. seconds: of one step. calls: the number of instructions.
+    kernels: what multiplies it. least: seconds to read the bytes at the bandwidth of this machine.
+    """
+
+    bytes: float
+    seconds: float
+    calls: int
+    kernels: tuple[str, ...]
+    least: float
+
+    @property
+    def bound(self) -> str:
+        """What limits it."""
+        if self.least >= MEMORY * self.seconds:
+            return "memory"
+        return "waiting of threads" if self.seconds < SHORT * self.calls else "arithmetic"
+
+
+@dataclass(frozen=True)
 class Speed:
     """The speed of one model: medians over the rounds, with the first and third quartile.
 
@@ -41,7 +65,7 @@ class Speed:
     that ran}; memory_limit: the decode speed if a step took no longer than reading the weights and the cache once, at
     the rate at which this machine reads memory. spread: for decode, step and prefill, the relative difference that
     chance makes, from the first variant, which is timed twice in every turn (`eval.record.noise.spread`); load: what
-    else used the processor meanwhile.
+    else used the processor meanwhile. parts: those of a decoding step by name, if it runs in one call of C++.
     """
 
     decode_tokens_per_s: float | None
@@ -58,6 +82,7 @@ class Speed:
     step_quartiles: Interval = ()
     spread: dict[str, float] = field(default_factory=dict)
     load: Load | None = None
+    parts: dict[str, StepPart] = field(default_factory=dict)
 
     def ends(self, phase: str) -> Ends | None:
         """The interval of the speed of decode, step or prefill (`eval.record.noise.speed_ends`)."""

@@ -13,7 +13,7 @@ import itertools
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import psutil
@@ -27,11 +27,12 @@ from eval.machine.load import LoadMeter
 from eval.machine.memory import return_freed_memory
 from eval.machine.size import positions
 from eval.record.noise import Load, spread
-from eval.record.speed import Speed, TimingSettings
+from eval.record.speed import Speed, StepPart, TimingSettings
 from eval.speed.attention import fast_attention
 from eval.speed.device_lock import undisturbed
 from eval.speed.packing import Packing
 from eval.speed.regional import NotRegional, RegionalStep, Step, compile_regional
+from eval.speed.step_parts import time_parts
 from eval.speed.work import work
 from eval.writing.generation import write
 from kernels.clock import clock
@@ -75,6 +76,7 @@ class TimedModel:
     twice: dict[str, list[float]] = field(default_factory=dict)  # ratios of its two timings in a turn, by phase
     bytes_a_step: float | None = None  # bytes of weights and cache read per decoded token
     kernels: dict[str, set[str]] = field(default_factory=dict)
+    parts: dict[str, StepPart] = field(default_factory=dict)
 
     def decodes(self, new_tokens: int) -> int:
         """The number of tokens that it decodes in a round, of this number."""
@@ -165,6 +167,8 @@ def measure_speed(
             progress.total += 2 * rounds * (groups > 0)  # the first once more
             groups += 1
             in_turns(held, prompt_tokens, new_tokens, rounds, batch, progress, meter)
+            for variant in held.values():
+                _time_parts(variant, prompt_tokens, variant.decodes(new_tokens), batch)
         bandwidth = read_bandwidth(device)
     progress.close()
     noise = spreads(next(iter(variants.values())).twice, rounds), meter.load
@@ -252,6 +256,14 @@ def in_turns(
                     progress.update()
 
 
+def _time_parts(variant: TimedModel, prompt_tokens: int, new_tokens: int, batch: int) -> None:
+    """Time the parts of a step that runs in one call of C++, in steps of their own."""
+    if isinstance(variant.step, FastDecoder) and isinstance(variant.step.step, NativeStep):
+        step, size = variant.step.step.step, (prompt_tokens, new_tokens, batch)
+        context, usual = prompt_tokens + new_tokens // 2, statistics.median(variant.token_s)
+        variant.parts = time_parts(step, context, usual, lambda: _round(variant, *size)[1])
+
+
 def _times(variant: TimedModel, prompt_tokens: int, new_tokens: int, batch: int) -> tuple[float, float, float]:
     """Seconds to the first token, of a step alone, and from one token of `generate` to the next."""
     new_tokens = variant.decodes(new_tokens)
@@ -319,6 +331,7 @@ def _speed(v: TimedModel, settings: TimingSettings, bandwidth: float, spread_of:
         quartiles(step),
         spread_of,
         load,
+        {name: replace(part, least=part.bytes / bandwidth) for name, part in v.parts.items()},
     )
 
 

@@ -119,9 +119,9 @@ class DecodeStep:
         """The logits of the last call, float32 [tokens, vocabulary], rounded to the 16 bits of the activations."""
         return self._native.logits()
 
-    def time(self) -> None:
-        """From now on, sum up the seconds of each instruction of the program in `seconds`, from 0 on."""
-        self._native.time()
+    def time(self, on: bool = True) -> None:
+        """From now on, sum up the seconds of each instruction of the program in `seconds`, from 0 on; or no longer."""
+        self._native.time(on)
 
     @property
     def seconds(self) -> list[float]:

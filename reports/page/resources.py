@@ -1,4 +1,5 @@
-"""The resources of a run, as its page shows them: efficiency, speed by batch and prompt, predicted and real costs."""
+"""The resources of a run, as its page shows them: the parts of a decoding step, efficiency, speed by batch and prompt,
+predicted and real costs."""
 
 import statistics
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from eval.record.metrics import fmt, number
 from eval.record.noise import disturbed
 from eval.record.rows import RunRecord
 from eval.record.speed import Cost, CostRow, GridRow, Measure, SpeedGrid
+from eval.record.steps import Explanation
 from reports.page.verdict import timing_note
 from reports.parts.intervals import Panel, agreement, spread
 from reports.parts.text import listed
@@ -26,9 +28,29 @@ _Cells = dict[tuple[int, int], list[GridRow]]  # by tokens of the prompt and bat
 
 
 def context(run: RunRecord) -> dict[str, Any]:
-    """The data for templates/resources.html from a record's `efficiency`, `speed_grid` and `cost`; {} if none exist."""
-    made = {"efficiency": _efficiency(run.efficiency), "grid": _grid(run.speed_grid), "cost": _cost(run.cost)}
+    """The data for templates/resources.html from a record's speeds, `efficiency`, `speed_grid` and `cost`; {} if none
+    exist."""
+    made = {
+        "step": _step(Explanation.of(run.speed)),
+        "efficiency": _efficiency(run.efficiency),
+        "grid": _grid(run.speed_grid),
+        "cost": _cost(run.cost),
+    }
     return made if any(made.values()) else {}
+
+
+def _step(found: Explanation | None) -> dict[str, Any]:
+    """The parts of a decoding step, of the compressed model beside the baseline's."""
+    if found is None or "compressed" not in found.steps:
+        return {}
+    before, after = next(iter(found.steps.values())), found.steps["compressed"]
+    return {
+        "said": found.sentences("compressed"),
+        "rows": [(name, before.parts[name], part) for name, part in after.parts.items() if name in before.parts],
+        "before": before,
+        "after": after,
+        "read": f"{number(found.bandwidth / 1e9)} GB/s",
+    }
 
 
 def _efficiency(measured: dict[str, dict[str, Measure]]) -> dict[str, Any]:

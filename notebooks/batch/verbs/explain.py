@@ -34,7 +34,7 @@ def explain(options: argparse.Namespace) -> int:
     from notebooks.batch.status import aligned
 
     model, tokenizer = load_model(options.model)
-    timing.explain({"16 bits": model}, prompt_tokens=options.context, new_tokens=1, rounds=1)  # can it be timed?
+    timing.check_explained(model, prompt_tokens=options.context)
     batches = calibration(tokenizer, samples=SAMPLES, seqlen=SEQLEN)
     result = apply(recipe, sharing_copy(model), batches)
     models = {"16 bits": model, options.recipe: result.model}

@@ -1,0 +1,99 @@
+"""Where the time of a decoding step goes: of a compressed model, beside the model in 16 bits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from eval.record.noise import disturbed
+from eval.record.speed import Speed, StepPart
+
+ATTENTION = "attention"
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """A decoding step of a model. parts: by name. seconds: of a whole step, with what Python does between steps."""
+
+    parts: dict[str, StepPart]
+    seconds: float
+
+    @property
+    def rest(self) -> float:
+        """Seconds of a step that belong to no part."""
+        return max(self.seconds - sum(part.seconds for part in self.parts.values()), 0.0)
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that a step reads."""
+        return sum(part.bytes for part in self.parts.values())
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Steps of several models, in turns, the one in 16 bits first. bandwidth: bytes per second. disturbed: what else
+    used the processor meanwhile, or ""."""
+
+    steps: dict[str, StepTimes]
+    bandwidth: float
+    disturbed: str
+
+    @classmethod
+    def of(cls, speeds: Mapping[str, Speed]) -> "Explanation | None":
+        """The models of which the parts of a step were timed, the one in 16 bits first; None: not this one, or it
+        alone."""
+        steps = {
+            name: StepTimes(one.parts, (one.settings.batch or 1) / one.step_tokens_per_s)
+            for name, one in speeds.items()
+            if one.parts and one.step_tokens_per_s
+        }
+        first, parts = next(iter(speeds), ""), [part for step in steps.values() for part in step.parts.values()]
+        if len(steps) < 2 or first not in steps:
+            return None
+        bandwidth = max((part.bytes / part.least for part in parts if part.least), default=0.0)
+        return cls(steps, bandwidth, next(filter(None, (disturbed(one.load) for one in speeds.values())), ""))
+
+    def sentences(self, name: str) -> list[str]:
+        """What makes this model as fast as it is."""
+        before, after = next(iter(self.steps.values())), self.steps[name]
+        said = [
+            f"By the bytes that a token reads it would decode {before.bytes / after.bytes:.2f} times as fast as in 16 "
+            f"bits; it decodes {before.seconds / after.seconds:.2f} times as fast: {_ms(after.seconds)} a token "
+            f"instead of {_ms(before.seconds)}."
+        ]
+        same = [
+            part for part, own in after.parts.items() if own.bytes >= before.parts[part].bytes and part != ATTENTION
+        ]
+        if same:
+            taken = sum(after.parts[part].seconds for part in same)
+            said.append(f"Kept in 16 bits: {_listed(same)}, {_ms(taken)} ({_share(taken / after.seconds)}).")
+        above = {part: own.seconds - own.least for part, own in after.parts.items()}
+        worst = max(above, key=above.__getitem__)
+        if above[worst] > 0.05 * after.seconds:
+            own = after.parts[worst]
+            said.append(
+                f"Most of what is above the time to read the bytes is in {worst}: {_ms(own.seconds)} for "
+                f"{own.bytes / 1e6:.1f} MB, {_share(own.least / own.seconds)} of the bandwidth; its limit is "
+                f"{'the ' * (own.bound == 'waiting of threads')}{own.bound}."
+            )
+        slower = [part for part, own in after.parts.items() if own.seconds > 1.05 * before.parts[part].seconds]
+        if slower:
+            said.append(f"Slower than in 16 bits: {_listed(slower)}.")
+        if after.rest > 0.05 * after.seconds:
+            said.append(
+                f"{_ms(after.rest)} ({_share(after.rest / after.seconds)}) lie outside the parts: the embedding, the "
+                "start of threads, and Python."
+            )
+        if self.disturbed:
+            said.append(f"These times are noisy: {self.disturbed}.")
+        return said
+
+
+def _share(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{'; '.join(names[:-1])} and {names[-1]}"
