@@ -69,8 +69,8 @@ def recorded(record: Mapping[str, object], path: str) -> float:
     """The number in a record that a key path of the ledger names.
 
     Args:
-        path: keys with " / " between them; an entry of a list is named by its recipe, value, model or place. " and "
-            averages two such numbers, and " over " divides two.
+        path: keys with " / " between them; an entry of a list is named by its recipe, value, model, key or place.
+            " and " averages two such numbers, and " over " divides two.
 
     Raises:
         KeyError: the record has no such key.
@@ -88,12 +88,12 @@ def recorded(record: Mapping[str, object], path: str) -> float:
 
 
 def _entry(rows: Sequence[Any], key: str) -> Any:
-    """The entry of a record's list that bears a name, or the value at a place in a list of values."""
-    if key.isdecimal() and int(key) < len(rows) and not isinstance(rows[0], Mapping):
-        return rows[int(key)]
+    """The entry of a record's list that bears a name, or that at a place in the list."""
     for one in rows:
-        if isinstance(one, Mapping) and key in (one.get(name) for name in ("recipe", "value", "model")):
+        if isinstance(one, Mapping) and key in (one.get(name) for name in ("recipe", "value", "model", "key")):
             return one
+    if key.isdecimal() and int(key) < len(rows):
+        return rows[int(key)]
     raise KeyError(key)
 
 
