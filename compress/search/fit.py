@@ -276,6 +276,7 @@ class _Search:
             used=_counts(self.library, chosen),
             uniform=None if uniform is None else ", ".join(dict.fromkeys(uniform.values())),
             uniform_point=None if uniform is None else self._point(uniform),
+            picked=tuple(self.library.picked(name, text) for name, text in chosen.items()),
         )
         return result, record
 

@@ -32,6 +32,7 @@ from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import Collector
 from compress.walk.walk import stored_as
 from compress.weights.mixed import Mixed
+from eval.record.search import SearchLayer
 from kernels.support.files import write_whole
 from kernels.support.modes import evaluating
 from kernels.support.source import code_sha256
@@ -107,6 +108,14 @@ class Library:
         inside = sum(self.weights[other] for other in able)
         share = float(name == self.head) if name in self.ends else self.weights[name] / inside
         return share * (times.decode[text] - 1), share * (times.prefill[text] - 1)
+
+    def picked(self, name: str, text: str) -> SearchLayer:
+        """A layer with this choice, for the record."""
+        own = self.layers[name].choices
+        order = sorted({(choice.cost, choice.loss) for choice in own.values()})
+        cost, loss = own[text]
+        fewer, more = [one for one in order if one[0] < cost], [one for one in order if one[0] > cost]
+        return SearchLayer(name, text, cost, loss, fewer[-1] if fewer else (), more[0] if more else ())
 
     def recipe(self, chosen: Mapping[str, str], model: nn.Module) -> Mixed:
         """`mixed` with these choices of the layers."""

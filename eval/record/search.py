@@ -38,6 +38,19 @@ class SearchRound:
 
 
 @dataclass(frozen=True)
+class SearchLayer:
+    """What a layer got. name: of its first linear. choice, bytes, loss: of the choice. fewer, more: bytes and loss of
+    the choices with the next fewer and the next more bytes; () if there are none."""
+
+    name: str
+    choice: str
+    bytes: int
+    loss: float
+    fewer: tuple[float, ...] = ()
+    more: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class SearchRecord:
     """What was asked, predicted and measured.
 
@@ -51,6 +64,7 @@ class SearchRecord:
         timed_earlier: were these speeds measured by an earlier search on this machine?
         held_out: are the windows, on which whole models were measured, others than the calibration's?
         layers: number of layers that have a choice. used: by choice, the number of linears that have it.
+        picked: what each layer of the model that was kept got.
         uniform: the best recipe within the limits with one choice for all linears in blocks, and one for the embedding
             and the head; None: none keeps the limits, or an earlier version made the record.
         uniform_point: the model of this recipe.
@@ -74,6 +88,7 @@ class SearchRecord:
     timed_earlier: bool = False
     uniform: str | None = None
     uniform_point: SearchPoint | None = None
+    picked: tuple[SearchLayer, ...] = ()
 
     def broken(self) -> list[str]:
         """The limits that the model that was kept does not keep, in sentences."""

@@ -32,7 +32,7 @@ def context(run: RunRecord) -> dict[str, Any]:
     made = run.allocation
     if made is None:
         return {}
-    return {"said": _said(run.layers, made), "bits": _bits(run.layers), "curve": _curve(made)}
+    return {"said": _said(run.layers, made), "bits": bits_by_depth(run.layers), "curve": _curve(made)}
 
 
 def _said(layers: Sequence[LayerRecord], made: AllocationRecord) -> list[str]:
@@ -53,7 +53,8 @@ def _said(layers: Sequence[LayerRecord], made: AllocationRecord) -> list[str]:
     ]
 
 
-def _bits(layers: Sequence[LayerRecord]) -> str:
+def bits_by_depth(layers: Sequence[LayerRecord]) -> str:
+    """Stored bits per weight of each linear against its block, a panel for each kind of linear."""
     panels = {
         kind: [BlockLine("bits", ACCENT, [(block, layer.bits_per_weight) for block, layer in of])]
         for kind, of in plots.by_kind(layers).items()

@@ -6,7 +6,8 @@ from typing import Any
 
 from eval.record.metrics import number, percent
 from eval.record.rows import RunRecord, typed
-from eval.record.search import SearchRecord
+from eval.record.search import SearchLayer, SearchRecord
+from reports.page.allocation import bits_by_depth
 from reports.parts import plots
 from reports.parts.figures import Figures
 from reports.parts.text import clean
@@ -47,6 +48,9 @@ def context(run: RunRecord) -> dict[str, Any]:
         "timed": made.original is not None,
         "timed_earlier": made.timed_earlier,
         "front": _front(made),
+        "bits": bits_by_depth(run.layers),
+        "layers": [_layer(one) for one in made.picked],
+        "model": clean(run.model.name, 100),
         "recipe": clean(run.recipe_of("compressed", whole=True) or "", 2000),
         "rounds": len(made.rounds),
         "factor": made.rounds[made.kept].factor,
@@ -104,6 +108,17 @@ def _choice(made: SearchRecord, text: str) -> tuple[str, int, str, str]:
     """A choice, the number of linears that have it, and the speeds of a model in which all have it."""
     ratios = [one.get(text) for one in (made.decode_ratio, made.prefill_ratio)]
     return clean(text, 120), made.used.get(text, 0), *("" if one is None else _times(one) for one in ratios)
+
+
+def _layer(one: SearchLayer) -> tuple[str, str, str, str, str, str, str]:
+    """A layer, its choice, kilobytes and loss, the losses with the next fewer and more bytes, the cost of a megabyte."""
+    kept = [
+        number(loss) if loss is not None else ""
+        for loss in (one.loss, *(e[1] if e else None for e in (one.fewer, one.more)))
+    ]
+    saves = (one.fewer[1] - one.loss) / (one.bytes - one.fewer[0]) if one.fewer else None
+    price = "" if saves is None else number(1e6 * saves)
+    return clean(one.name, 80), clean(one.choice, 80), f"{one.bytes / 1e3:,.1f}", *kept, price
 
 
 def _front(made: SearchRecord) -> str:

@@ -369,4 +369,10 @@ def test_the_page_shows_what_was_asked_predicted_and_measured(model, batches):
     assert by_name["decoding, times the original's speed"].measured == "1.50×"
     assert by_name["divergence on text, nats per token"].measured == "0.2000"
     assert shown["timed"] and "svg" in shown["front"] and len(shown["choices"]) == 3
+    assert len(shown["layers"]) == found.record.layers == len(found.record.picked)
+    sizes = {one.choice: one.bytes for one in found.record.picked if one.name.endswith("down_proj")}
+    for one in found.record.picked:
+        assert one.bytes <= (one.more or [one.bytes])[0] and (one.fewer or [0])[0] < one.bytes
+        assert bool(one.fewer) == (one.choice != TEXTS[0]) and bool(one.more) == (one.choice != TEXTS[2])
+    assert sizes and sum(one.bytes for one in found.record.picked) < found.record.rounds[0].bytes
     assert search.context(typed({})) == {} and "The limits are: at most" in repr(found)
