@@ -12,6 +12,7 @@ from compress.formats.stored import FLOATS, Stored
 from kernels.int_matmul import pack_bits, unpack_bits
 
 SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+LEAST = {"bfloat16": 2.0**-126, "float16": 2.0**-24, "float32": 2.0**-126}  # above 0, and not flushed to it
 INTEGERS = {"int6": 6, "int8": 8}  # signed codes, and a bfloat16 factor for each super-block of a row
 SHIFTS = {"shift4": 4}  # the factor of a super-block, the largest of its scales, divided by a power of two (rounded up)
 TILES = {"tile16": 16}  # powers of two, each shared by the groups of this number of rows at the same columns
@@ -24,12 +25,15 @@ LARGEST_E4M3 = 448.0
 
 def bits_in_groups(spec: Mapping[str, Any], float_bits: int) -> float:
     """Bits per weight of codes of `bits` with scales and zero points for groups of `group_size`; without codes, of
-    floats."""
+    floats. The factors of nested scales are those of the shape, if the specification has one."""
     bits, group, kind = spec.get("bits") or float_bits, spec.get("group_size"), spec.get("scales", "")
     if not group:
         return bits
     scale = SCALE_BITS.get(kind, 8 if spec.get("double_quant") else 16)
-    factor = 16 / SUPER_BLOCK if kind in INTEGERS or kind in SHIFTS else 0.0
+    factor = 0.0
+    if kind in INTEGERS or kind in SHIFTS:
+        columns = spec.get("shape", (0, SUPER_BLOCK))[1]
+        factor = 16 / (super_groups(columns // group, group) * group if columns >= group else SUPER_BLOCK)
     return bits + (scale + (0 if spec.get("symmetric", True) else bits)) / group + factor
 
 
@@ -89,7 +93,8 @@ class ScaleRule:
         return cls(kind, factor, scale.shape[1])
 
     def rounded(self, scale: Tensor) -> Tensor:
-        """Scales [..., out, groups], float32, as they will be stored; 1 in place of 0 in a floating dtype."""
+        """Scales [..., out, groups], float32, as they will be stored; in a floating dtype 1 in place of 0, and LEAST in
+        place of what is too small."""
         return self._rounded(scale, self._factors())
 
     def of_group(self, group: int) -> Callable[[Tensor], Tensor]:
@@ -124,7 +129,8 @@ class ScaleRule:
     def _rounded(self, scale: Tensor, factor: Tensor | None) -> Tensor:
         if self.kind in SCALE_DTYPES:
             rounded = scale.to(SCALE_DTYPES[self.kind]).float()
-            return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
+            least = torch.where(scale == 0, 1.0, LEAST[self.kind])
+            return torch.where(rounded == 0, torch.where(scale < 0, -least, least), rounded)
         if self.kind in INTEGERS:
             top = (1 << (INTEGERS[self.kind] - 1)) - 1
             codes = (scale / factor).round().clamp(-top - 1, top)

@@ -125,8 +125,10 @@ class Table:
         return int(self.table.abs().argmin())
 
     def cover(self, w: Tensor) -> Tensor:
-        """Scales [...] above 0, not rounded, with which the table just covers each group of w [..., group_size]."""
-        return torch.maximum(w.amax(-1) / self.table[-1].item(), w.amin(-1) / self.table[0].item()).clamp(min=0)
+        """Scales [...], not rounded, with which the table just covers each group of w [..., group_size]; for zeros 0, or
+        FAINTEST if the table has none, whose values would else be those of the table."""
+        least = 0.0 if bool((self.table == 0).any()) else FAINTEST
+        return torch.maximum(w.amax(-1) / self.table[-1].item(), w.amin(-1) / self.table[0].item()).clamp(min=least)
 
     @property
     def largest(self) -> float:

@@ -158,6 +158,17 @@ def test_rows_of_zeros_have_scales():
         assert torch.equal(Q, torch.zeros(3, 32)), (kind, name)
 
 
+@pytest.mark.parametrize("name", sorted(name for name, one in TABLES.items() if not (one.table == 0).any()))
+def test_tables_without_a_zero_store_zeros_as_next_to_nothing(name):
+    """A row of zeros, as embeddings have for tokens that are not used, must not become the table's least values."""
+    W = weights(8, 64)
+    W[2], W[5, :32] = 0, 0
+    for kind, how in itertools.product(("bfloat16", "float16", "float32", "int6", "int8"), ("absmax", "search")):
+        Q = rtn(W, bits=TABLES[name].bits, group_size=32, grid=name, scale=how, scale_dtype=kind).dequantize()
+        assert Q[2].abs().max() < 1e-4 * W.abs().max(), (kind, how)
+        assert Q[5, :32].abs().max() < 0.05 * W[5].abs().max(), "the least scale of integers is a part of the largest"
+
+
 def naive(W, H, grid, scale, group_size, damp):
     """GPTQ as optimal brain quantisation states it, in float64, on the values of a table."""
     W, H = W.double().clone(), H.double() + torch.eye(len(H)) * damp * H.diagonal().mean()

@@ -147,7 +147,7 @@ def solve_end(
     error = peer_error = reference = seconds = 0.0
     zeros, has_peer = 0, True
     portions = range(0, out, step)
-    for first in tqdm(portions, desc=f"{method.name}: {name}", unit="rows", disable=len(portions) == 1):
+    for first in tqdm(portions, desc=f"{method.name}: {name}", unit="row", disable=len(portions) == 1):
         rows = slice(first, first + step)
         W = _rows_of(module, rows, device)
         target = W if original is None else _rows_of(original, rows, device)
