@@ -125,8 +125,8 @@ class Table:
         return int(self.table.abs().argmin())
 
     def cover(self, w: Tensor) -> Tensor:
-        """Scales [...], not rounded, with which the table just covers each group of w [..., group_size]; for zeros 0, or
-        FAINTEST if the table has none, whose values would else be those of the table."""
+        """Scales [...], not rounded, with which the table covers each group of w [..., group_size]; of zeros 0, or
+        FAINTEST if the table has no 0 and would turn them into its own values."""
         least = 0.0 if bool((self.table == 0).any()) else FAINTEST
         return torch.maximum(w.amax(-1) / self.table[-1].item(), w.amin(-1) / self.table[0].item()).clamp(min=least)
 

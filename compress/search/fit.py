@@ -1,7 +1,7 @@
 """fit: a model and limits of bytes, speed and divergence -> the best choice for every layer, made and measured."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from math import log
 from pathlib import Path
@@ -182,7 +182,10 @@ class _Search:
             if self._keeps(one) and (number > 0 or self._tight(one)):
                 break
         uniform = self.program.uniform(self._aim, self._limits(), self.library.kinds())
-        if uniform and not self._is_made(uniform) and self._near(uniform):
+        if uniform and self._is_made(uniform):
+            index = next(i for i, (_, before) in enumerate(self.made) if before == uniform)
+            self.rounds[index] = replace(self.rounds[index], uniform=True)
+        elif uniform and self._near(uniform):
             self._make(uniform, uniform=True)
         return Fit(*self._best(uniform))
 

@@ -111,7 +111,7 @@ def _choice(made: SearchRecord, text: str) -> tuple[str, int, str, str]:
 
 
 def _layer(one: SearchLayer) -> tuple[str, str, str, str, str, str, str]:
-    """A layer, its choice, kilobytes and loss, the losses with the next fewer and more bytes, the cost of a megabyte."""
+    """A layer, its choice, kilobytes, loss, losses with the next fewer and more bytes, and the cost of a megabyte."""
     kept = [
         number(loss) if loss is not None else ""
         for loss in (one.loss, *(e[1] if e else None for e in (one.fewer, one.more)))

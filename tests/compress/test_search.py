@@ -10,6 +10,7 @@ import torch
 from compress import METHODS, Wishes, apply, fit, load_compressed, save_compressed
 from compress.allocation.predictions import ScaledLoss
 from compress.checkpoint.fits import check_save_format
+from compress.formats import bits_of
 from compress.linear import compressed_linears
 from compress.recipe import parse_recipe
 from compress.search.choices import STANDARD, search_method
@@ -18,6 +19,8 @@ from compress.search.program import NAMES, Costs, LayersProgram
 from compress.search.wishes import wishes_of
 from compress.walk.blocks import targets
 from compress.walk.ends import solve
+from compress.walk.statistics import Collector
+from compress.walk.walk import stored_as
 from eval.machine.size import size
 from eval.record.rows import typed
 from reports.page import search
@@ -246,6 +249,8 @@ def test_the_best_uniform_recipe_is_made_where_it_may_be_as_good(model, batches,
     won = fit(model, batches, Wishes(max_bytes=limit), method=method)
     assert won.record.kept == 1 and "no mix that was made is better" in won.record.beside_uniform()
     assert len({one.choice for one in won.result.layers}) == 2
+    largest = fit(model, batches, Wishes(max_bytes=1e9), method=method).record
+    assert len(largest.rounds) == 1 and largest.rounds[0].uniform and "that was kept" in largest.beside_uniform()
 
 
 def test_a_limit_of_speed_is_corrected_by_what_whole_models_reach(model, batches):
@@ -307,6 +312,16 @@ def test_impossible_limits_say_how_near_one_can_come(model, batches):
         fit(model, batches, Wishes(max_bytes=smallest + 10, max_kl=2 * least), method=chooser(), timer=timer)
     with pytest.raises(ValueError, match=r"`choices` \(=''\) must name methods, or a standard set"):
         search_method("")
+
+
+def test_predicted_bytes_of_standard_choices_are_exact():
+    """On a width that is no power of two, where fewer columns share the factors of scales."""
+    linear = torch.nn.Linear(576, 96, bias=False)
+    for text, method in search_method("trellis").methods.items():
+        no_inputs = Collector("x", method.statistics, 576, torch.device("cpu")).result()
+        new = stored_as("x", linear, linear.weight.detach(), no_inputs, method)
+        stored, table = new.bits_per_weight * linear.weight.numel() / 8, 64  # bytes
+        assert bits_of(method.stores((96, 576))) * linear.weight.numel() / 8 == pytest.approx(stored, abs=table), text
 
 
 @pytest.mark.parametrize("choices", list(STANDARD))

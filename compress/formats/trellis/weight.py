@@ -77,6 +77,12 @@ class TrellisWeight(AsStored):
         return super().spec_of(shape, **settings, length=length_for(shape[0]))
 
     @classmethod
+    def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
+        (out, columns), length = spec["shape"], spec["length"]
+        walks = -(-out // length) * length * columns * spec["bits"]  # with padded rows
+        return (walks + 16 * (out + columns) + columns) / (out * columns)
+
+    @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "TrellisWeight":
         stored = Stored(spec, tensors)
         bits, states = stored.number("bits", BITS), stored.number("states", STATES)
