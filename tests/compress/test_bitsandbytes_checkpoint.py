@@ -47,6 +47,7 @@ def test_the_files_are_those_of_transformers_itself(tiny, tmp_path, recipe):
             assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("recipe", ["bnb_nf4", "bnb_nf4(blocksize=32, skip='*k_proj')", "bnb_int8(threshold=0)"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_loads_the_same_model(tiny, tokens, tmp_path, recipe, tied):

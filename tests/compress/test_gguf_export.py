@@ -168,7 +168,9 @@ def test_settings_cover_every_architecture():
     assert set(SETTINGS) == set(gguf_models.ARCHITECTURES)
 
 
-@pytest.mark.parametrize("architecture", SETTINGS)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(a, marks=[pytest.mark.slow] * (i % 2)) for i, a in enumerate(SETTINGS)]
+)
 def test_models_come_back_through_transformers(architecture, tiny, tokens, tmp_path):
     result = apply([METHODS["rtn"](bits=4, group_size=32)], made(architecture, tiny), [])
     save_compressed(result, tmp_path / "out", save_format="gguf")

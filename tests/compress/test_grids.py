@@ -60,6 +60,7 @@ def learn_table(w, table, *, steps):
     return table.sort().values
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("scale_dtype", SCALE_KINDS)
 def test_tables_round_to_nearest_and_come_back(name, scale_dtype):

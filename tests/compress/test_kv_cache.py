@@ -115,12 +115,11 @@ def test_a_batch_is_its_rows(tiny, padded, architecture, name):
     """Whatever is evicted: padding is nothing, and rows have nothing to do with each other. (Gemma 3's keys have one
     norm.)"""
     model = tiny(architecture.replace("mqa", "llama"), **MODELS[architecture]).double()  # so that noise settles no tie
-    for allocation in ALLOCATIONS:
-        for knobs, new in (({"budget": 0.4}, 3), ({"budget": 12, "decoding": True}, 10))[
-            : 1 if METHODS[name].runs_model else 2
-        ]:
-            with attached(model, [policy(name, allocation=allocation, **knobs)]):
-                rows_alone(model, *padded, new=new)
+    settings = (({"budget": 0.4}, 3), ({"budget": 12, "decoding": True}, 10))[: 1 if METHODS[name].runs_model else 2]
+    for turn, allocation in enumerate(ALLOCATIONS):
+        knobs, new = settings[turn % len(settings)]
+        with attached(model, [policy(name, allocation=allocation, **knobs)]):
+            rows_alone(model, *padded, new=new)
 
 
 @pytest.mark.parametrize("name", POLICIES)

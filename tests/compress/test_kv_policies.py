@@ -286,7 +286,7 @@ def test_an_observing_cache_forgets(tiny, padded, name, again):
 )
 def test_a_budget_is_kept_while_text_is_generated(tiny, padded, tokens, name, allocation):
     """To within the eight tokens between two evictions, however often they come."""
-    model, (ids, mask), more, totals = tiny("llama"), padded, tokens(1, 60, seed=9)[0], []
+    model, (ids, mask), more, totals = tiny("llama"), padded, tokens(1, 30, seed=9)[0], []
     with attached(model, [policy(name, budget=24, allocation=allocation, decoding=True)]) as attachment:
         cache = attachment.cache(traces=True)
         read(model, cache, ids, mask)

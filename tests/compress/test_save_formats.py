@@ -141,6 +141,7 @@ def test_saving_shows_no_bars_of_the_library_that_reads(tiny, tmp_path, capfd):
     assert not re.search("Applying|Compressing|Dispatching|Decompressing", capfd.readouterr().err)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("save_format", ["compressed-tensors", "gptq"])
 @pytest.mark.parametrize("bits, group_size, symmetric", [(4, 16, True), (3, -1, False), (8, 32, True)])
 def test_packed_checkpoints_come_back_code_for_code(tiny, tmp_path, save_format, bits, group_size, symmetric):
@@ -262,6 +263,7 @@ def test_unreadable_checkpoints_are_refused(tiny, tmp_path, change, said):
         load_quantized(path, torch.float32)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("architecture", ["gemma3_text", "phi3", "opt", "gpt_neox", "gpt2", "gpt_oss"])
 @pytest.mark.parametrize("save_format", ["compressed-tensors", "gptq"])
 def test_architectures_are_held_or_refused_before_any_work(tiny, tmp_path, architecture, save_format):
