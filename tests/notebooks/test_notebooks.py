@@ -24,7 +24,7 @@ from notebooks.study.run import start
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(p.stem for p in FOLDER.glob("*.ipynb"))
-SMALL = {"samples": 1, "seqlen": 128, "max_windows": 1, "window": 128, "speed_rounds": 1, "write_tokens": 2}
+SMALL = {"samples": 1, "seqlen": 64, "max_windows": 1, "window": 64, "speed_rounds": 1, "write_tokens": 2}
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

@@ -264,10 +264,10 @@ def test_the_shell_completes_words_where_argcomplete_is_installed(monkeypatch):
 
 
 @pytest.mark.long
-def test_a_model_is_compressed_once_and_lies_wherever_it_is_asked_for(tmp_path, capsys):
+def test_a_model_is_compressed_once_and_lies_wherever_it_is_asked_for(tmp_path, runs, capsys):
     """One run of the notebook; what comes behind it copies, exports, and overwrites nothing."""
     own = ["-p", "samples", "2", "-p", "seqlen", "64", "-p", "window", "64", "-p", "max_windows", "1"]
-    own += ["-p", "speed_rounds", "0", "-p", "write_tokens", "0", "--runs", str(tmp_path / "runs")]
+    own += ["-p", "speed_rounds", "0", "-p", "write_tokens", "0", "--runs", str(runs)]
     command = ["compress", "tiny", "rtn(bits=8, group_size=-1)", *own, "--out"]
     assert main([*command, str(tmp_path / "m")]) == 0
     said = capsys.readouterr().out
