@@ -168,6 +168,7 @@ def test_code_of_the_guide_to_large_models_runs_when_pasted(tmp_path, monkeypatc
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_code_of_the_guide_to_evaluation_runs_when_pasted(capsys):
     (block,) = code_of("eval/README.md")
     exec(block, {})
