@@ -68,7 +68,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
         if item.get_closest_marker("in_turns") and not item.get_closest_marker("slow"):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in functions.values():
-        _keep_turns(cases)
+        if every := cases[0].get_closest_marker("in_turns").args:
+            for i, case in enumerate(cases):
+                if (i + _turn_of(case)) % every[0]:
+                    case.add_marker(pytest.mark.slow)
+        else:
+            _keep_turns(cases)
     yield  # what `-m` leaves out is taken from the list
     long = [item for item in items if item.get_closest_marker("long")]
     short = [item for item in items if not item.get_closest_marker("long")]

@@ -193,6 +193,7 @@ def test_bad_knobs_are_refused_before_any_work(tiny, tokens):
     assert not any(isinstance(m, CompressedLinear) for m in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where, calls, left", [("choose", 4 + 2, 4 - 1), pytest.param("solve", 7 + 3, 2 * 7 - 7, marks=pytest.mark.slow)]
 )

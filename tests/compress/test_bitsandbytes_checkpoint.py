@@ -29,6 +29,7 @@ THEIRS = {  # a recipe, and transformers' settings for the same
 }
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("recipe", THEIRS)
 def test_the_files_are_those_of_transformers_itself(tiny, tmp_path, recipe):
     model = cast(tiny("qwen2", **ALIGNED), torch.bfloat16)

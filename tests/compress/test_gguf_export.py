@@ -188,6 +188,7 @@ def test_models_come_back_through_transformers(architecture, tiny, tokens, tmp_p
     assert (expected - found).abs().max() < 0.02 * expected.std()
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(("recipe", "dtype"), [(r, torch.float32) for r in KNOBS] + [("rtn", torch.bfloat16)])
 def test_every_kind_of_weight_is_written(recipe, dtype, tiny, tokens, tmp_path):
     verified = saved(apply([METHODS[recipe](**KNOBS[recipe])], tiny("llama").to(dtype), tokens()), tmp_path)
@@ -270,6 +271,7 @@ TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
 }
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("pre", TOKENIZERS)
 def test_tokenizers_come_back_through_transformers(pre, tiny, tmp_path):
     tokenizer = TOKENIZERS[pre]()

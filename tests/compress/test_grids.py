@@ -196,6 +196,7 @@ def test_error_feedback_beats_rounding_on_every_grid(name, scale_dtype):
     assert loss(gptq(W, factor, **knobs)) < loss(rtn(W, **knobs))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -155,6 +155,7 @@ def step_by_step(model, ids, mask, new):
     return ids
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "architecture, target, layers",
     [

@@ -370,6 +370,7 @@ def test_predictions_of_a_killed_process_count_in_its_minutes(peaked, tokens, mo
     assert killed.written(40) == pytest.approx(whole.written(40), abs=1)
 
 
+@pytest.mark.slow
 def test_predictions_are_rounded_as_training_is_and_hardly_move(real, monkeypatch, tmp_path):
     """Where the device multiplies in bfloat16, which this one may only emulate."""
     model, tokenizer = real

@@ -94,6 +94,7 @@ def test_a_saved_model_is_scored_against_its_original(saved, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_of_unknown_origin_is_scored_alone(plain, tmp_path, capsys, monkeypatch):
     """Once: there is no second pass over the text, and no copy that is timed or weighed as a baseline."""
     passes = []
