@@ -15,6 +15,8 @@ import sys
 import tempfile
 import time
 import uuid
+import zlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +28,7 @@ if (
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["WORKBENCH_LOCKS"] = tempfile.mkdtemp(prefix="workbench-")  # nor do they wait to time what nobody reads
     atexit.register(shutil.rmtree, os.environ["WORKBENCH_LOCKS"], ignore_errors=True)
+    sys.modules["rfc3987_syntax"] = None  # two seconds of a grammar that no notebook's schema asks for
     gc.disable()  # while torch and transformers come in: half a million objects, none of which goes again
     startup = str(Path(__file__).with_name("startup"))  # for the processes that tests start
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (startup, os.environ.get("PYTHONPATH"))))
@@ -53,12 +56,68 @@ MODELS = ROOT.parent / "shared" / "models"
 WARM = str(Path(__file__).with_name("warm.py"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests come first in either half of the list, so that two processes share them and end together."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]):
+    """Cases that others prove are slow; long tests come first in either half of what is left, so that two processes
+    share them and end together."""
+    for item in items:
+        if "any_model" in item.fixturenames and (_turn_of(item) + FEW.index(item.callspec.params["any_model"])) % 2:
+            item.add_marker(pytest.mark.slow)
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("in_turns") and not item.get_closest_marker("slow"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in functions.values():
+        if every := cases[0].get_closest_marker("in_turns").args:
+            for i, case in enumerate(cases):
+                if (i + _turn_of(case)) % every[0]:
+                    case.add_marker(pytest.mark.slow)
+        else:
+            _keep_turns(cases)
+    yield  # what `-m` leaves out is taken from the list
     long = [item for item in items if item.get_closest_marker("long")]
     short = [item for item in items if not item.get_closest_marker("long")]
     middle = len(short) // 2
     items[:] = [*long[::2], *short[:middle], *long[1::2], *short[middle:]]
+
+
+def _turn_of(item: pytest.Item) -> int:
+    """A number of a test's name, the same whichever other tests there are."""
+    return zlib.crc32(item.nodeid.partition("[")[0].encode())
+
+
+def _keep_turns(cases: list[pytest.Item]) -> None:
+    """Mark cases of one test as slow, so that those that stay take the values of the parameter with the most values one
+    after the other, and those of every other parameter in turns. No value is left out."""
+    columns = zip(*(case.callspec._idlist for case in cases), strict=True)  # the values of each `parametrize`
+    ranks = [[list(dict.fromkeys(column)).index(value) for value in column] for column in columns]
+    ranks.sort(key=max, reverse=True)
+    sizes, kept, rest = [max(column) + 1 for column in ranks], set(), []
+    for case, (turn, *others) in zip(cases, zip(*ranks, strict=True), strict=True):
+        wanted, before = [], 1
+        for size in sizes[1:]:
+            wanted.append((turn + (turn // before if wanted else 0)) % size)
+            before *= size
+        values = set(enumerate((turn, *others)))
+        if others == wanted:
+            kept |= values
+        else:
+            rest.append((case, values))
+    for case, values in rest:
+        if values <= kept:
+            case.add_marker(pytest.mark.slow)
+        kept |= values
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """The ten tests that took longest, with all their parameters, so that growth is seen."""
+    seconds: Counter[str] = Counter()
+    for report in (one for reports in terminalreporter.stats.values() for one in reports):
+        seconds[getattr(report, "nodeid", "").partition("[")[0]] += getattr(report, "duration", 0.0)
+    if seconds.total() > 60:
+        terminalreporter.write_line(f"{seconds.total():.0f} s in all processes; the longest tests:")
+        for name, took in seconds.most_common(10):
+            terminalreporter.write_line(f"{took:7.1f} s  {name}")
 
 
 def pytest_collection_finish() -> None:
@@ -79,8 +138,10 @@ def _trusted(monkeypatch, tmp_path_factory):
 # Whose blocks are built as those of others here: `make test-all` takes them, too. (Gemma 3 has the norms of queries and
 # keys that Qwen 3 has, and the norms behind its parts that Gemma 2 has.)
 ALIKE = {"mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox", "qwen3_moe", "mixtral"}
+FEW = [*(name for name in USUAL if name not in ALIKE), *sorted(ALIKE)]
 
 
+# Of those that are not alike, each test takes every second one, half of the tests the others.
 @pytest.fixture(params=[pytest.param(a, marks=[pytest.mark.slow] * (a in ALIKE)) for a in USUAL])
 def any_model(request) -> nn.Module:
     return tiny_model(request.param)

@@ -22,7 +22,7 @@ RECIPES = {
     for title, text in re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", TEXT, re.M | re.S)
     if BLOCK.search(text)
 }
-FAST = ("A metric", "A section of a page")
+FAST = ("A section of a page",)
 
 
 def copy_of_the_tree(folder: Path) -> Path:

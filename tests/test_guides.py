@@ -152,6 +152,7 @@ def test_code_of_the_guide_to_weights_runs_when_pasted(tmp_path, monkeypatch):
     assert namespace["model"] is not None and (tmp_path / "stacked").is_dir()
 
 
+@pytest.mark.slow
 def test_code_of_the_guide_to_large_models_runs_when_pasted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, tokenizer = load_model("tiny")
@@ -168,6 +169,7 @@ def test_code_of_the_guide_to_large_models_runs_when_pasted(tmp_path, monkeypatc
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_code_of_the_guide_to_evaluation_runs_when_pasted(capsys):
     (block,) = code_of("eval/README.md")
     exec(block, {})

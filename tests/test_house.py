@@ -11,9 +11,10 @@ import sys
 import tomllib
 from collections import defaultdict
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import mul
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -274,6 +275,24 @@ def test_an_installed_workbench_writes_into_the_current_folder(tmp_path):
 def test_ci_runs_the_readmes_test_command():
     assert re.search(r"^make test$", (ROOT / ".ci" / "run").read_text(), re.M)
     assert "make test" in (ROOT / "README.md").read_text() and "make demo" in (ROOT / "README.md").read_text()
+
+
+def test_cases_in_turns_take_every_value(request):
+    """The fast suite's part of a product; of a list of cases it takes all."""
+
+    class Case(SimpleNamespace):
+        def add_marker(self, mark):
+            self.slow = mark.name == "slow"
+
+    (conftest,) = (p for p in request.config.pluginmanager.get_plugins() if hasattr(p, "_keep_turns"))
+    for sizes, count in (((5, 3, 2), 5), ((2, 6, 3), 6), ((3, 3, 3), 3), ((4,), 4)):
+        ids = list(product(*([f"{of}{i}" for i in range(size)] for of, size in enumerate(sizes))))
+        for left in (ids, ids[::2]):  # also where some of the product are slow already
+            cases = [Case(callspec=SimpleNamespace(_idlist=list(one)), slow=False) for one in left]
+            conftest._keep_turns(cases)
+            kept = [case.callspec._idlist for case in cases if not case.slow]
+            assert {value for one in kept for value in one} == {value for one in left for value in one}
+            assert left is not ids or len(kept) == count
 
 
 def test_code_is_at_most_120_columns_wide_and_folders_are_not_crowded():

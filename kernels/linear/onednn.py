@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-MANY = 128  # smallest number of tokens for which 16-bit weights are worth a cast to float32
+MANY = 32  # smallest number of tokens for which 16-bit weights are worth a cast to float32
 SLAB = 1 << 22  # weights that are cast at a time, 16 MB, so that a large head is never in memory in float32 as a whole
 
 
@@ -14,8 +14,8 @@ SLAB = 1 << 22  # weights that are cast at a time, 16 MB, so that a large head i
 def emulates(dtype: torch.dtype) -> bool:
     """Does this processor lack the instructions for products in this 16-bit dtype? Known for x86 only.
 
-    oneDNN and torch then convert their operands again and again, and products of many tokens take up to three times as
-    long as those in float32.
+    oneDNN and torch then convert their operands again and again, and products of many tokens take three to eight times
+    as long as those in float32.
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return False

@@ -119,7 +119,9 @@ def test_folding_changes_no_output(architecture, tiny, tokens):
     assert moved and all(fold.error_after < fold.error_before for fold in moved)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "architecture", ["gpt2", *(pytest.param(a, marks=pytest.mark.slow) for a in ("llama", "qwen3_moe"))]
+)
 def test_alone_it_scales_and_stores(architecture, tiny, tokens):
     model = tiny(architecture)
     result = apply([AWQ(bits=3, group_size=16, strengths=5)], model, tokens())
@@ -191,7 +193,10 @@ def test_bad_knobs_are_refused_before_any_work(tiny, tokens):
     assert not any(isinstance(m, CompressedLinear) for m in model.modules())
 
 
-@pytest.mark.parametrize("where, calls, left", [("choose", 4 + 2, 4 - 1), ("solve", 7 + 3, 2 * 7 - 7)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "where, calls, left", [("choose", 4 + 2, 4 - 1), pytest.param("solve", 7 + 3, 2 * 7 - 7, marks=pytest.mark.slow)]
+)
 def test_killed_runs_go_on_where_they_were(where, calls, left, tiny, tokens, tmp_path, monkeypatch):
     """Killed in the second block while scales are chosen, or while weights are rounded."""
     recipe, batches, method, done = [AWQ(bits=3, group_size=16, strengths=5)], tokens(), getattr(AWQ, where), []

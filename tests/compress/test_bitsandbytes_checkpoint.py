@@ -29,6 +29,7 @@ THEIRS = {  # a recipe, and transformers' settings for the same
 }
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("recipe", THEIRS)
 def test_the_files_are_those_of_transformers_itself(tiny, tmp_path, recipe):
     model = cast(tiny("qwen2", **ALIGNED), torch.bfloat16)
@@ -47,6 +48,7 @@ def test_the_files_are_those_of_transformers_itself(tiny, tmp_path, recipe):
             assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("recipe", ["bnb_nf4", "bnb_nf4(blocksize=32, skip='*k_proj')", "bnb_int8(threshold=0)"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_loads_the_same_model(tiny, tokens, tmp_path, recipe, tied):

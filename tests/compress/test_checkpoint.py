@@ -27,6 +27,7 @@ from eval.machine.size import size
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     "bits, symmetric, dtype",
     [(4, True, torch.float32), (3, False, torch.bfloat16)]

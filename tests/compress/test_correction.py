@@ -128,7 +128,12 @@ def test_layers_with_added_parts_compile():
 
 
 @pytest.mark.parametrize(
-    "added", ["low_rank(rank=4, bits=8)", "outlier_entries(share=0.05)", "low_rank(rank=4, weights=none)"]
+    "added",
+    [
+        "low_rank(rank=4, bits=8)",
+        "outlier_entries(share=0.05)",
+        pytest.param("low_rank(rank=4, weights=none)", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("calibrate", ["sequential", pytest.param("once", marks=pytest.mark.slow)])
 def test_corrections_lower_the_error_of_every_layer_and_are_saved(added, calibrate, tiny, tokens, tmp_path):
@@ -154,13 +159,16 @@ def test_a_pruned_weight_may_be_corrected_too(tiny, tokens):
     assert {r.format for r in result.layers} == {"bitmap+low_rank"}
 
 
-def test_folds_are_no_error_that_is_corrected(tiny, tokens):
+@pytest.mark.parametrize(
+    "fold",
+    [pytest.param("awq(bits=3, group_size=16)", marks=pytest.mark.slow), "smoothquant, rtn(bits=3, group_size=16)"],
+)
+def test_folds_are_no_error_that_is_corrected(fold, tiny, tokens):
     """Against the scaled weight, not the one before it was scaled."""
-    for text in ("awq(bits=3, group_size=16), low_rank(rank=4)", "smoothquant, rtn(bits=3, group_size=16), low_rank"):
-        recipe = parse_recipe(text)
-        without = apply(recipe[:-1], tiny("llama"), tokens())
-        result = apply(recipe, tiny("llama"), tokens())
-        assert all(a.error < b.error for a, b in zip(result.layers, without.layers, strict=True)), text
+    recipe = parse_recipe(f"{fold}, low_rank(rank=4)")
+    without = apply(recipe[:-1], tiny("llama"), tokens())
+    result = apply(recipe, tiny("llama"), tokens())
+    assert all(a.error < b.error for a, b in zip(result.layers, without.layers, strict=True))
 
 
 def test_corrections_stand_after_what_they_correct():

@@ -447,6 +447,7 @@ def test_a_plan_names_the_model_whose_config_is_damaged(key, value, tiny, tmp_pa
             reads(str(tmp_path))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("damaged, message", [
     (lambda layout, tensors: layout["linears"][LINEAR]["parts"][0].update(group_size=5), "`group_size` .=5. of a stored"),
     (lambda layout, tensors: layout["linears"][LINEAR]["parts"][0].pop("symmetric"), "may be damaged"),

@@ -21,7 +21,9 @@ from eval.speed.work import work
 BOTH = "gptq(bits=4, group_size=16, min_tokens=8), rtn(bits=6, group_size=32, where=embedding)"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3_text", "opt", "phi"])
+@pytest.mark.parametrize(
+    "architecture", ["gpt2", "gemma3_text", *(pytest.param(a, marks=pytest.mark.slow) for a in ("llama", "opt", "phi"))]
+)
 def test_any_model_runs_with_both_ends_stored(architecture, tiny, tokens, tmp_path):
     """Close to the original, counted once, cast, copied, generated with, saved and loaded."""
     model, ids = tiny(architecture), tokens(1, 17)[0]

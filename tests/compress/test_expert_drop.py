@@ -35,7 +35,9 @@ class Closed(TorchFunctionMode):
         return output
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(a, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, a in enumerate(ARCHITECTURES)]
+)
 def test_what_is_left_computes_as_if_the_others_were_closed(architecture, tiny, tokens):
     model, whole, text = tiny(architecture), tiny(architecture), tokens(4, 24)
     result = apply("expert_drop(ratio=0.25)", model, text)

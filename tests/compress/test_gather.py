@@ -52,7 +52,9 @@ def test_channels_come_in_descending_order_and_linears_of_one_input_share_it(tin
     assert torch.equal(q.dequantize(), q.transform(original))
 
 
-@pytest.mark.parametrize("before", ["", "rotate, ", "flatquant, ", "smoothquant, "])
+@pytest.mark.parametrize(
+    "before", ["", "rotate, ", *(pytest.param(b, marks=pytest.mark.slow) for b in ("flatquant, ", "smoothquant, "))]
+)
 def test_later_methods_see_ordered_channels_and_round_the_first_groups_to_eight_bits(before, tiny, tokens, tmp_path):
     model, batches = tiny("llama"), tokens(3)
     result = apply(parse_recipe(f"{before}gather, {ROUNDED}{WIDE}"), model, batches)
@@ -83,6 +85,7 @@ def test_rounding_after_it_gives_what_gathering_in_the_rounding_gives(tiny, toke
     assert torch.equal(ordered.steps[0].back(ordered(x)), other(x))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("between", ["rtn(bits=4, group_size=16)", "svdquant(rank=4), rtn(bits=4, group_size=16)"])
 @pytest.mark.parametrize("grid", ["", ", grid=iq4_nl"])
 def test_integers_are_multiplied_by_integers_and_give_what_rounding_says(between, grid, tiny, tokens):

@@ -168,7 +168,9 @@ def test_settings_cover_every_architecture():
     assert set(SETTINGS) == set(gguf_models.ARCHITECTURES)
 
 
-@pytest.mark.parametrize("architecture", SETTINGS)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(a, marks=[pytest.mark.slow] * (i % 2)) for i, a in enumerate(SETTINGS)]
+)
 def test_models_come_back_through_transformers(architecture, tiny, tokens, tmp_path):
     result = apply([METHODS["rtn"](bits=4, group_size=32)], made(architecture, tiny), [])
     save_compressed(result, tmp_path / "out", save_format="gguf")
@@ -186,6 +188,7 @@ def test_models_come_back_through_transformers(architecture, tiny, tokens, tmp_p
     assert (expected - found).abs().max() < 0.02 * expected.std()
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(("recipe", "dtype"), [(r, torch.float32) for r in KNOBS] + [("rtn", torch.bfloat16)])
 def test_every_kind_of_weight_is_written(recipe, dtype, tiny, tokens, tmp_path):
     verified = saved(apply([METHODS[recipe](**KNOBS[recipe])], tiny("llama").to(dtype), tokens()), tmp_path)
@@ -268,6 +271,7 @@ TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
 }
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("pre", TOKENIZERS)
 def test_tokenizers_come_back_through_transformers(pre, tiny, tmp_path):
     tokenizer = TOKENIZERS[pre]()

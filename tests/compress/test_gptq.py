@@ -40,6 +40,7 @@ def naive(W, H, scale, zero, bits, order, group_size, damp):
     return natural
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("order_name", ["none", "activation", "group"])
 @pytest.mark.parametrize("bits, symmetric", [(4, True), (3, False), (8, True)])
 def test_agrees_with_the_naive_algorithm(order_name, bits, symmetric):
@@ -58,6 +59,7 @@ def test_agrees_with_the_naive_algorithm(order_name, bits, symmetric):
     assert loss(W, result.dequantize(), H) == pytest.approx(loss(W, Q, H), rel=0.02)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group_size", [16, 96])
 @pytest.mark.parametrize("symmetric", [True, False])

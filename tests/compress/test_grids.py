@@ -60,6 +60,7 @@ def learn_table(w, table, *, steps):
     return table.sort().values
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("scale_dtype", SCALE_KINDS)
 def test_tables_round_to_nearest_and_come_back(name, scale_dtype):
@@ -206,6 +207,7 @@ def test_error_feedback_beats_rounding_on_every_grid(name, scale_dtype):
     assert loss(gptq(W, factor, **knobs)) < loss(rtn(W, **knobs))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "recipe",
     [

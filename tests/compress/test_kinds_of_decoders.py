@@ -155,6 +155,7 @@ def step_by_step(model, ids, mask, new):
     return ids
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "architecture, target, layers",
     [
@@ -292,6 +293,7 @@ def folder_of(tmp_path, tokenizer, *, said: bool, head: bool):
     return folder, model
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("head", [True, False])
 @pytest.mark.parametrize("weights", ["memory", "disk"])
 def test_the_loaded_weights_decide_whether_the_head_is_tied(tmp_path, real, tokens, weights, head):
@@ -307,6 +309,7 @@ def test_the_loaded_weights_decide_whether_the_head_is_tied(tmp_path, real, toke
         assert torch.equal(model(ids).logits, expected(ids).logits)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("save_format", ["workbench", "compressed-tensors", "gptq"])
 def test_a_model_whose_config_is_wrong_about_its_head_is_saved_as_it_is(tmp_path, tokens, save_format, tied):

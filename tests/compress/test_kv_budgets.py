@@ -121,6 +121,7 @@ def test_only_attention_is_shared_out_by_its_sum():
             METHODS["knorm"](allocation=allocation)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "prefixkv", "d2o"])
 @pytest.mark.parametrize("allocation", MASS_ALLOCATIONS)
 def test_a_batch_is_its_rows(tiny, tokens, name, allocation):

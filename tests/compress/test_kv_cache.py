@@ -115,14 +115,14 @@ def test_a_batch_is_its_rows(tiny, padded, architecture, name):
     """Whatever is evicted: padding is nothing, and rows have nothing to do with each other. (Gemma 3's keys have one
     norm.)"""
     model = tiny(architecture.replace("mqa", "llama"), **MODELS[architecture]).double()  # so that noise settles no tie
-    for allocation in ALLOCATIONS:
-        for knobs, new in (({"budget": 0.4}, 3), ({"budget": 12, "decoding": True}, 10))[
-            : 1 if METHODS[name].runs_model else 2
-        ]:
-            with attached(model, [policy(name, allocation=allocation, **knobs)]):
-                rows_alone(model, *padded, new=new)
+    settings = (({"budget": 0.4}, 3), ({"budget": 12, "decoding": True}, 10))[: 1 if METHODS[name].runs_model else 2]
+    for turn, allocation in enumerate(ALLOCATIONS):
+        knobs, new = settings[turn % len(settings)]
+        with attached(model, [policy(name, allocation=allocation, **knobs)]):
+            rows_alone(model, *padded, new=new)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", POLICIES)
 def test_padding_may_lie_anywhere(tiny, tokens, name):
     """Before every row, or, where a dialogue is read in one go, between its turns."""
@@ -136,6 +136,7 @@ def test_padding_may_lie_anywhere(tiny, tokens, name):
             rows_alone(model, ids, mask)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "architecture, name",
     [
@@ -168,6 +169,7 @@ def test_a_compressed_cache_attends_like_a_plain_cache_without_the_evicted_rows(
         assert_close(found, torch.cat(expected, 1), **NEAR)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "storage", [None, *({"bits": bits, "group_size": 32, "residual": 20} for bits in (8, 4, 2))], ids=str
 )
@@ -213,6 +215,7 @@ def test_chunks_are_evicted_from_as_they_come(tiny, tokens, monkeypatch, allocat
     assert max(a + b for a, b in zip(held[::2], held[1::2], strict=True)) == 2 * 2 * (20 + 10)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", [f"none, {a}" for a in ("llama", "gpt2", "opt", "gemma3_text")] + POLICIES)
 def test_turns(tiny, tokens, padded, name):
     """A cache that is given back goes on; with padding between the turns, where the second ones differ in length."""
@@ -237,6 +240,7 @@ def test_turns(tiny, tokens, padded, name):
         same(second, write(model, longer, mask))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("methods", MIXED.values(), ids=MIXED)
 def test_rows_are_reordered_chosen_and_repeated(tiny, tokens, methods):
     """Whatever becomes of the rows, they go on as rows that were read so."""

@@ -64,7 +64,7 @@ def logits_of(model: nn.Module, ids: Tensor, mask: Tensor | None = None, **more)
     return torch.stack(model.generate(ids, attention_mask=mask, pad_token_id=0, **more).logits, 1)
 
 
-@pytest.mark.parametrize("kind", ["gemma4_text", "gemma3n_text"])
+@pytest.mark.parametrize("kind", ["gemma4_text", pytest.param("gemma3n_text", marks=pytest.mark.slow)])
 def test_layers_that_share_keys(kind, prompts):
     """Later layers read the keys of an earlier one: batches, chunks, beams, copies and every policy that keeps all."""
     model, (ids, mask) = decoder(kind), prompts

@@ -185,6 +185,7 @@ def test_expected_attention_by_brute_force(observed):
             assert_close(found[head, 3:], (expected + 0.02) * values[3:].norm(dim=-1), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("traces", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", POLICIES)
 def test_an_observing_cache_is_compressed_as_if_the_policy_had_been_there(tiny, padded, name, traces):
@@ -208,6 +209,7 @@ def test_an_observing_cache_is_compressed_as_if_the_policy_had_been_there(tiny, 
                 )
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", POLICIES)
 def test_shared_observation_gives_the_same_caches_as_separate_observation(tiny, padded, name):
     """Copies of one observing cache, of several policies and budgets, are those of caches that made one copy alone."""
@@ -260,6 +262,7 @@ def test_places_matter_only_once_something_has_gone(tiny, tokens):
         assert layer.seen_by(queries[:, :, :1], asked[:, :1]).places is not None
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("again", ["reset", "crop"])
 @pytest.mark.parametrize("name", POLICIES)
 def test_an_observing_cache_forgets(tiny, padded, name, again):
@@ -276,6 +279,7 @@ def test_an_observing_cache_forgets(tiny, padded, name, again):
             assert a.memory is None or torch.equal(a.memory.view, b.memory.view)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "name, allocation",
     [
@@ -286,7 +290,7 @@ def test_an_observing_cache_forgets(tiny, padded, name, again):
 )
 def test_a_budget_is_kept_while_text_is_generated(tiny, padded, tokens, name, allocation):
     """To within the eight tokens between two evictions, however often they come."""
-    model, (ids, mask), more, totals = tiny("llama"), padded, tokens(1, 60, seed=9)[0], []
+    model, (ids, mask), more, totals = tiny("llama"), padded, tokens(1, 30, seed=9)[0], []
     with attached(model, [policy(name, budget=24, allocation=allocation, decoding=True)]) as attachment:
         cache = attachment.cache(traces=True)
         read(model, cache, ids, mask)

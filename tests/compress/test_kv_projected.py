@@ -211,6 +211,7 @@ def real(tmp_path_factory):
     return model, path, batches[1][:, :64]
 
 
+@pytest.mark.slow
 def test_components_beat_random_directions_and_errors_fall_with_the_rank(real):
     model, path, ids = real
     cache = DynamicCache()

@@ -85,6 +85,7 @@ def test_bounds_bound_and_grow_with_the_slab():
     assert not slab.notes, "bounds of tokens that were taken back are forgotten"
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("name", READINGS)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3_text", "gpt_oss"])
 def test_a_batch_is_its_rows(tiny, padded, tokens, architecture, name):

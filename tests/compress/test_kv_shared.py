@@ -197,6 +197,7 @@ def test_refused_with_what_it_cannot_serve(tiny, tmp_path):
     assert attachment_of(load_compressed(tmp_path / "saved")).projecting == method
 
 
+@pytest.mark.slow
 def test_a_shared_basis_loses_less_than_one_for_each_layer_at_the_same_bytes():
     """On the embedded model, a text of which nothing was tuned."""
     model, tokenizer = load_model("smollm2-135m")

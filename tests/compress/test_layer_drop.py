@@ -56,6 +56,7 @@ def test_importance_is_the_papers(tiny, tokens):
     assert all(r.importance == pytest.approx(by_block[r.block], rel=1e-5) for r in influence)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("target", [pytest.param("attention", marks=pytest.mark.slow), "mlp", "block"])
 def test_every_architecture(any_model, tokens, tmp_path, target):
     """The least important one goes; with a cache, in batches, padded or not, and saved and loaded, the model stays the

@@ -88,6 +88,7 @@ def test_activations_go_to_disk_where_they_would_not_fit(tiny, tokens, monkeypat
         apply(recipe, put_on_disk(tiny("llama")), tokens(), max_memory=500)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "recipe", ["rtn(group_size=16)", pytest.param(GPTQ, marks=pytest.mark.slow), "smoothquant", f"wanda, {GPTQ}"]
 )

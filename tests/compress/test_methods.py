@@ -76,6 +76,11 @@ def recipe_of(name, **knobs):
     return [*BEFORE.get(method.stage, []), method]
 
 
+def in_turns(names, every, first):
+    """Of these methods one of so many, beginning with the one of this number; `make test-all` takes all."""
+    return [pytest.param(n, marks=[pytest.mark.slow] * (i % every != first)) for i, n in enumerate(names)]
+
+
 def test_every_method_has_a_row():
     assert set(ROWS) == set(WEIGHTS)
 
@@ -91,7 +96,7 @@ def test_knobs_describe_themselves(name):
         method.name = "other"
 
 
-# Each method meets one of two of these kinds here, in turn; `make test-all` takes every method on every architecture.
+# Each method meets one of these kinds here, in turn; `make test-all` takes every method on every architecture.
 EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}
 REFUSED = {
     "smooth_keys": {"gpt2", "phi3", "gpt_neox"},
@@ -102,9 +107,9 @@ REFUSED = {
 
 def on_architectures():
     for turn, name in enumerate(WEIGHTS):
-        few = [kind[turn % len(kind)] for i, kind in enumerate(KINDS) if i != turn % len(KINDS)]
+        kind = KINDS[turn % len(KINDS)]
         for architecture in (*sum(KINDS, ()), *ALIKE):
-            marks = [] if architecture in few else [pytest.mark.slow]
+            marks = [] if architecture == kind[turn % len(kind)] else [pytest.mark.slow]
             yield pytest.param(name, architecture, marks=marks, id=f"{architecture}-{name}")
 
 
@@ -150,7 +155,7 @@ def test_two_runs_give_the_same(name, tiny, tokens):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("name", in_turns(WEIGHTS, 3, 0))
 def test_stored_formats_are_predicted(name, tiny, tokens):
     *before, method = recipe_of(name, **EXACT.get(name, {}))
     model = apply([*before, method], tiny(ARCHITECTURE.get(name, "llama")), tokens()).model
@@ -164,7 +169,7 @@ def test_stored_formats_are_predicted(name, tiny, tokens):
     assert (method.stores((64, 64)) is None) == (name not in STORING or name in AS_IT_WAS)
 
 
-@pytest.mark.parametrize("name", STORING)
+@pytest.mark.parametrize("name", in_turns(STORING, 3, 1))
 def test_skip_leaves_linears_alone_and_says_why(name, tiny, tokens):
     *before, method = recipe_of(name, skip="*.down_proj, *.0.self_attn.*")
     before = [dataclasses.replace(one, skip=method.skip) for one in before]
@@ -188,7 +193,7 @@ def test_group_sizes_that_divide_nothing(name, tiny, tokens):
     assert all(getattr(m.transform or m.parts[0], "group_size", None) in (-1, shape_of(m)[1]) for m in linears)
 
 
-@pytest.mark.parametrize("name", [name for name in WEIGHTS if name not in NOT_ON_DISK])
+@pytest.mark.parametrize("name", in_turns([name for name in WEIGHTS if name not in NOT_ON_DISK], 3, 2))
 def test_weights_on_disk_give_the_same_bits(name, tiny, tokens):
     model, ids = tiny("llama"), tokens(1, 17)[0]
     recipe = recipe_of(name)

@@ -206,6 +206,7 @@ def test_fisher_loss_is_its_formula(tiny, tokens):
     assert found[name].choices["3"].loss == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["kl", pytest.param("fisher", marks=pytest.mark.slow)])
 def test_once_and_resume_and_other_budgets(tiny, tokens, tmp_path, monkeypatch, loss):
     model, batches = tiny("llama"), tokens()

@@ -210,6 +210,7 @@ def test_outliers_are_kept_from_the_integers(bnb):
     assert error(6.0) < 0.02 < 0.3 < error(0.0), "what lies beside the outlier is drowned in steps as wide as it needs"
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_saved_and_loaded_bit_for_bit(name, tiny, tokens, tmp_path):
     if name.startswith("bnb"):

@@ -73,9 +73,9 @@ def test_folders_of_transformers_are_read_as_it_reads_them(any_model, tokens, tm
         f"smoothquant, wanda, {GPTQ}",
         pytest.param("awq(group_size=16), rtn(group_size=16)", marks=pytest.mark.slow),
         pytest.param("wanda(pattern='2:4'), int8", marks=pytest.mark.slow),
-        "magnitude(allocation='global')",
+        pytest.param("magnitude(allocation='global')", marks=pytest.mark.slow),
         pytest.param("wanda(ratio=0.4, allocation='adaptive')", marks=pytest.mark.slow),
-        f"layer_drop(count=1, target='block'), {GPTQ}",
+        pytest.param(f"layer_drop(count=1, target='block'), {GPTQ}", marks=pytest.mark.slow),
     ],
 )
 def test_recipes_of_several_methods(recipe, tiny, tokens):
@@ -222,7 +222,7 @@ def test_activations_on_disk_change_nothing(tiny, tokens, tmp_path, sequential):
 @pytest.mark.parametrize(
     "architecture, recipe",
     [
-        pytest.param(architecture, recipe, marks=[pytest.mark.slow] * (1 - (turn + at) % 2 * (turn in (1, 2))))
+        pytest.param(architecture, recipe, marks=[pytest.mark.slow] * ((turn, at) != (2, 1)))
         for turn, (architecture, left) in enumerate(
             {"llama": "*down_proj", "mixtral": "*down_proj", "gpt2": "*mlp.c_proj", "opt": "*fc2"}.items()
         )

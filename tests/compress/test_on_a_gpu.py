@@ -67,8 +67,8 @@ CHECKS_OF = {
     "graph": list(GRAPHS),
 }
 FAST = [
-    "stays:rotate", "stays:h2o", "stays:quest", "passes:gptq", "passes:layer_drop", "step:rtn",
-    "step:kv_int", "step:quest", "step:h2o", "step:snapkv", "evicting:h2o", "graph:kv_int", "graph:heads apart",
+    "stays:h2o", "passes:gptq", "passes:layer_drop", "step:rtn", "step:quest", "step:h2o", "evicting:h2o",
+    "graph:heads apart",
 ]  # fmt: skip
 needs_compiler = pytest.mark.skipif(not compiler(), reason="a C++ compiler tells torch of the pretended GPU")
 

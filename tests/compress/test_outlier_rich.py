@@ -23,6 +23,7 @@ def relative(y, expected):
     return ((y - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.slow
 def test_outliers_break_four_bits_and_what_mends_that(tiny, tokens, with_outliers, with_massive):
     """Outlier channels of inputs, and a massive activation at the first token."""
     *batches, ids = (batch.clamp_min(1) for batch in [*tokens(6), torch.cat(tokens(4, seed=2))])

@@ -158,6 +158,7 @@ def test_sparsegpt_rounds_to_any_table_that_has_a_zero(tiny, tokens):
         apply([METHODS["sparsegpt"](grid="nf4")], tiny("llama"), tokens())
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "first, second",
     [
@@ -244,6 +245,7 @@ def test_bytes_are_those_of_what_is_kept():
     assert isinstance(masked(Dense(W * keep), keep), Dense), "a mask would cost more than it saves"
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("recipe", ["wanda", "wanda(pattern='2:4')", "sparsegpt(bits=4, group_size=16, min_tokens=8)"])
 def test_pruned_models_are_saved_and_cast(tiny, tokens, tmp_path, recipe):
     result = apply(parse_recipe(recipe), tiny("llama"), tokens())

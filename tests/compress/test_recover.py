@@ -128,7 +128,7 @@ def test_the_stand_computes_as_the_stored_linear(stored, transform):
     "recipe",
     [
         "rtn(bits=3, group_size=16)",
-        "rtn(bits=4, group_size=16, grid=iq4_nl, scale_dtype=int6)",
+        pytest.param("rtn(bits=4, group_size=16, grid=iq4_nl, scale_dtype=int6)", marks=pytest.mark.slow),
         "rotate, rtn(bits=3, group_size=16), activations(bits=8)",
     ],
 )
@@ -220,6 +220,7 @@ def test_scales_are_all_that_learns_by_default(pruned, peaked, tokens):
         assert torch.equal(linear.dequantize(), compressed_linears(before)[name].dequantize()), name
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(
     "stored", ["gptq(grid=nf4, group_size=16, min_tokens=8)", "gptq(bits=4, group_size=16, min_tokens=8)"]
 )
@@ -249,7 +250,7 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("train", ["scales", "weights"])
+@pytest.mark.parametrize("train", ["scales", pytest.param("weights", marks=pytest.mark.slow)])
 def test_a_killed_training_goes_on_bit_by_bit(train, peaked, tokens, tmp_path, monkeypatch):
     text, recipe = tokens(12, 24), f"rtn(bits=3, group_size=16), distil(train={train}, steps=20, minutes=0)"
     monkeypatch.setattr(loop, "PATIENCE", 100)
@@ -324,7 +325,10 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize(("train", "backward"), [("scales", 2.0), ("weights", 3.0), ("norms", 1.0)])
+@pytest.mark.parametrize(
+    ("train", "backward"),
+    [("scales", 2.0), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("weights", 3.0), ("norms", 1.0)))],
+)
 def test_training_within_minutes_goes_through_the_text_about_once(train, backward, peaked, tokens, monkeypatch):
     model = peaked()
     clock, once = Clock(model), loop.Loop._backward
@@ -366,10 +370,11 @@ def test_predictions_of_a_killed_process_count_in_its_minutes(peaked, tokens, mo
     assert killed.written(40) == pytest.approx(whole.written(40), abs=1)
 
 
+@pytest.mark.slow
 def test_predictions_are_rounded_as_training_is_and_hardly_move(real, monkeypatch, tmp_path):
     """Where the device multiplies in bfloat16, which this one may only emulate."""
     model, tokenizer = real
-    (window,) = calibration(tokenizer, samples=1, seqlen=96)
+    (window,) = calibration(tokenizer, samples=1, seqlen=32)
     exact, rounded = (predictions.Teacher(BlockStore(tmp_path / name)) for name in ("exact", "rounded"))
     for one, dtype in ((exact, torch.float32), (rounded, torch.bfloat16)):
         monkeypatch.setattr(learned, "product_dtype", lambda model, dtype=dtype: dtype)
@@ -381,7 +386,7 @@ def test_predictions_are_rounded_as_training_is_and_hardly_move(real, monkeypatc
     assert not torch.equal(logp, exact.of(0, torch.device("cpu"))[1]) and 1e-5 < apart < 1e-3
 
 
-@pytest.mark.parametrize("rounding", ["", ", activations(bits=8)"])
+@pytest.mark.parametrize("rounding", [pytest.param("", marks=pytest.mark.slow), ", activations(bits=8)"])
 def test_adapters_learn_and_the_rest_stays(rounding, peaked, tokens, tmp_path):
     recipe, text = f"rtn(bits=3, group_size=16), low_rank(rank=4){rounding}", tokens(12, 24)
     before, original = apply(recipe, peaked(), text).model, peaked()
@@ -440,7 +445,9 @@ def test_passes_leave_the_model_as_it_was(peaked, tokens):
     assert torch.equal(model(ids).logits, logits)
 
 
-@pytest.mark.parametrize("trained", [f"distil({QUICK})", "tune(steps=4, norm_rate=0.01)"])
+@pytest.mark.parametrize(
+    "trained", [f"distil({QUICK})", pytest.param("tune(steps=4, norm_rate=0.01)", marks=pytest.mark.slow)]
+)
 def test_models_that_share_memory_keep_their_own_values(trained, peaked, tokens):
     """Norms that learn in one of several results must not change in the others, or in the original."""
     model, text = peaked(), tokens(12, 24)

@@ -215,6 +215,7 @@ def test_impossible_rotations_are_refused_before_any_work(tiny, tokens, tmp_path
         load_compressed_on_disk(folder)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("grid", ["int", "iq4_nl", "nf4"])
 @pytest.mark.parametrize("knobs", [{"bits": 8}, {"bits": 4, "group_size": 32}, {"bits": 8, "static": True}])
 def test_codes_are_multiplied_where_weights_are_integers(tiny, tokens, knobs, grid):

@@ -56,6 +56,7 @@ def test_words_are_a_stream_of_bits(bits, count):
     assert torch.equal(from_words(words, bits, count), codes.to(torch.uint8))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("bits, group_size, symmetric", [(4, 16, True), (3, -1, True), (4, 32, False), (8, -1, False)])
 def test_packed_weights_follow_the_description(tiny, tmp_path, verification, bits, group_size, symmetric):
     method = METHODS["rtn"](bits=bits, group_size=group_size, symmetric=symmetric, scale="search")
@@ -93,6 +94,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_transformers_reads_every_kind_of_weight(tiny, tokens, tmp_path, verification, recipe):
     model = tiny("qwen2").to(torch.bfloat16)
@@ -141,6 +143,7 @@ def test_saving_shows_no_bars_of_the_library_that_reads(tiny, tmp_path, capfd):
     assert not re.search("Applying|Compressing|Dispatching|Decompressing", capfd.readouterr().err)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("save_format", ["compressed-tensors", "gptq"])
 @pytest.mark.parametrize("bits, group_size, symmetric", [(4, 16, True), (3, -1, False), (8, 32, True)])
 def test_packed_checkpoints_come_back_code_for_code(tiny, tmp_path, save_format, bits, group_size, symmetric):
@@ -152,6 +155,7 @@ def test_packed_checkpoints_come_back_code_for_code(tiny, tmp_path, save_format,
     assert again.lm_head.weight is again.model.embed_tokens.weight and not hasattr(again.config, "quantization_config")
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("recipe", ["int8", "static int8", "kept codes", "fp8"])
 def test_rounded_activations_come_back_with_their_steps(tiny, tokens, tmp_path, recipe):
     model = tiny("llama")
@@ -262,6 +266,7 @@ def test_unreadable_checkpoints_are_refused(tiny, tmp_path, change, said):
         load_quantized(path, torch.float32)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("architecture", ["gemma3_text", "phi3", "opt", "gpt_neox", "gpt2", "gpt_oss"])
 @pytest.mark.parametrize("save_format", ["compressed-tensors", "gptq"])
 def test_architectures_are_held_or_refused_before_any_work(tiny, tmp_path, architecture, save_format):

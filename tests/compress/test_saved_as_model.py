@@ -44,7 +44,11 @@ BEFORE_AND_AFTER = [
         )
     ),
     ("rtn(bits=4, group_size=32)", "knorm(budget=0.5)"),
-    ("rtn(bits=4, group_size=32, skip='*.mlp.*')", "rtn(bits=3, group_size=32, skip='*.self_attn.*')"),
+    pytest.param(
+        "rtn(bits=4, group_size=32, skip='*.mlp.*')",
+        "rtn(bits=3, group_size=32, skip='*.self_attn.*')",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

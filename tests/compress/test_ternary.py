@@ -52,6 +52,7 @@ def test_every_single_pair_and_all_beginnings_and_ends_are_in(p0):
     assert all(s[:-1] in ours and s[1:] in ours for s in ours if len(s) > 1)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (7, 27), (5, 28), (40, 129), (2, 3001), (0, 8), (300, 64)])
 @pytest.mark.parametrize("zeros", [0.0, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("p0", [0.5, 0.885])

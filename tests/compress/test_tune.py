@@ -126,6 +126,7 @@ def test_zeros_stay_zeros_and_what_makes_it_worse_is_not_kept(tiny, tokens, monk
     assert worse.layers[0].notes[-1].startswith("not tuned")
 
 
+@pytest.mark.slow
 def test_killed_and_started_again(tiny, tokens, tmp_path, monkeypatch):
     recipe = parse_recipe("rtn(bits=3, group_size=16), tune(steps=5, norm_rate=0.001)")
     expected = apply(recipe, tiny("llama", num_hidden_layers=3), tokens())

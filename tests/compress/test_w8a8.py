@@ -230,6 +230,7 @@ def test_layers_wider_than_int32_sums_are_refused_before_any_work():
             METHODS[name]().check_layer("x", (4, 1 << 18))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name, knobs", SETTINGS)
 def test_saved_copied_and_pickled_models_give_the_same_bits(name, knobs, tiny, tokens, tmp_path):
     result = apply([METHODS[name](**knobs)], tiny("qwen2"), tokens())

@@ -19,6 +19,7 @@ def logits(model, ids):
         return model(ids).logits
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("target", ["mlp", "heads"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "phi3", "gpt2", "opt"])
 def test_what_is_left_computes_as_the_model_with_zeros(kind, target, tiny, tokens):

@@ -69,6 +69,7 @@ def tokens_of(made, model, temperature, prompt=None):
     ]
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt2", "qwen3_moe"])
 def test_texts_are_those_of_a_plain_loop(endless, tokenizer, architecture):
     model = endless(architecture)
@@ -103,6 +104,7 @@ def draws(logits, temperature, n=4000):
     return chance(torch.zeros(n, 4, dtype=torch.long), logits.expand(n, -1)).argmax(-1)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_samples_and_two_models_differ_as_their_distributions_do(temperature):
     n = 4000

@@ -62,6 +62,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.in_turns(2)
 @torch.no_grad()
 @pytest.mark.parametrize(
     "architecture, recipe",

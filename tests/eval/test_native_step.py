@@ -108,6 +108,7 @@ def test_compressed_weights_and_embeddings(tiny, name, knobs):
     assert "int_matmul" in step.kernels
 
 
+@pytest.mark.in_turns(2)
 @torch.no_grad()
 @pytest.mark.parametrize(
     "recipe, op",

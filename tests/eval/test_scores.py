@@ -149,6 +149,7 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
 
 
+@pytest.mark.slow
 def test_others_are_timed_and_weighed_if_asked(tiny, tokens, uncompiled):
     model, text = tiny("llama"), {"t": tokens(1, 64)[0]}
     made = {bits: apply([METHODS["rtn"](bits=bits, group_size=16)], copy.deepcopy(model)).model for bits in (8, 4, 3)}

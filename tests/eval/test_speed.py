@@ -44,6 +44,7 @@ def written(monkeypatch) -> dict[int, list[int]]:
 COMPILED = [pytest.param(a, True, marks=pytest.mark.slow) for a in ("llama", "qwen2", "gpt2", "gemma3_text")]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize(
     "architecture, compiled", [*((a, False) for a in ("llama", "qwen2", "gpt2", "gemma3_text")), *COMPILED]

@@ -21,6 +21,7 @@ def greedy(model, prompts, count):
     return prompts[:, -count:]
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "architecture, own",
     [

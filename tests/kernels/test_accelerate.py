@@ -33,6 +33,7 @@ def logits(model, ids, mask=None, steps=6):
     return torch.stack(found, 1)
 
 
+@pytest.mark.in_turns
 @torch.no_grad()
 @pytest.mark.parametrize("batch, padded", [(1, False), (2, False), (3, True), (9, False)])
 @pytest.mark.parametrize("architecture, more", [
@@ -113,6 +114,7 @@ def test_changes_of_the_model_are_seen_at_the_next_prompt(tiny):
     assert "own code" in repr(model.acceleration)
 
 
+@pytest.mark.in_turns
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text"])
 @pytest.mark.parametrize("recipe", [
@@ -145,6 +147,7 @@ def test_a_compressed_cache_attends_in_fast_passes(tiny, architecture, recipe):
     assert all("own code" not in repr(model.acceleration) for model in (before, after))
 
 
+@pytest.mark.in_turns
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 @pytest.mark.parametrize(("recipe", "share"), [
@@ -210,6 +213,7 @@ def test_positions_may_be_ahead_of_the_cache(tiny):
     assert float((found - expected).norm() / expected.norm()) < 0.05
 
 
+@pytest.mark.in_turns(2)
 @torch.no_grad()
 @pytest.mark.parametrize(
     "recipe", ["streaming(budget=8)", "kv_int(bits=4, group_size=32, residual=0)", "quest(budget=0.75, page=2)"]

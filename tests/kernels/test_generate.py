@@ -75,8 +75,9 @@ SIMPLE = [name for name in REQUESTS if name not in ("plain", "end", "returned", 
 @torch.no_grad()
 @pytest.mark.parametrize("request_name, batch, padded, cache", [
     *((name, 3, False, "") for name in REQUESTS if name in SIMPLE),
-    *((name, batch, padded, "") for name in REQUESTS if name not in SIMPLE
-      for batch, padded in ((1, False), (3, True), (9, False))),
+    *(pytest.param(name, batch, padded, "", marks=[pytest.mark.slow] * ((turn + at) % 3 > 0))
+      for turn, name in enumerate(name for name in REQUESTS if name not in SIMPLE)
+      for at, (batch, padded) in enumerate(((1, False), (3, True), (9, False)))),
     ("plain", 2, False, "snapkv(budget=8, observed=4)"), ("penalty", 2, True, "kv_int(bits=8)"),
 ])  # fmt: skip
 def test_tokens_are_those_of_transformers_loop(tiny, request_name, batch, padded, cache):

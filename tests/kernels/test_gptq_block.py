@@ -99,6 +99,7 @@ def test_bad_arguments_say_what_works():
         gptq_block(W, U, scale, zero, group, bits=4, table=torch.ones(1))
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("use", ["reference", "cpu"])
 @pytest.mark.parametrize("batch", [False, True])
 def test_registered_op_passes_opcheck(use, batch):

@@ -75,6 +75,7 @@ def test_groups_of_codes_lie_in_one_program():
     assert whole_codes_fit(4096, 64, 8192) and whole_codes_fit(576, None, 576) and not whole_codes_fit(576, None, 1152)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("check", checks(torch.device("cpu")), ids=lambda c: c.name)
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_agrees_with_float64(check, impl):

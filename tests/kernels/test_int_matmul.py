@@ -76,6 +76,7 @@ def test_reference_is_exact(bits, symmetric, shape):
     assert rms(int_matmul(x, w), x.double() @ exact.T) < 1e-5
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("bits", [b for b in BITS if b <= 4])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -105,6 +106,7 @@ ISAS = [isa for isa in ("avx512vnni", *native.ISAS) if native.why_not() is None 
 TILES = {"amx": ["amx", "avx512 tiles"], "avx512 tiles": ["avx512 tiles"]}.get(native.tiles(), [])
 
 
+@pytest.mark.in_turns
 @needs_native
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("symmetric", [True, False])

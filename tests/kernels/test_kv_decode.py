@@ -287,6 +287,7 @@ def test_cpu_checks_on_every_instruction_set(isa, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(*pair, strict=True)), check.name
 
 
+@pytest.mark.in_turns
 @needs_native
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("D", [64, 80, 256])
@@ -339,6 +340,7 @@ def test_the_order_in_which_spans_are_read_changes_nothing(isa, D):
         assert rms(found[0], natural[0]) < 3e-3 and rms(found[2], natural[2]) < 1e-5
 
 
+@pytest.mark.in_turns
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("group, D", [(32, 64), (64, 16), (128, 44), (64, 256), (128, 128)])
@@ -392,6 +394,7 @@ def test_lists_are_read_where_they_lie(isa, dtype):
             torch.ops.workbench.kv_decode_native(apart, *arguments)
 
 
+@pytest.mark.in_turns(2)
 @needs_native
 @pytest.mark.parametrize(
     "isa, bits, group",
@@ -452,6 +455,7 @@ def test_bad_arguments_say_what_works():
             call()
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("bits, group", [(16, 0), (4, 32), (E4M3, 32)])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_registered_op_passes_opcheck(bits, group, impl):

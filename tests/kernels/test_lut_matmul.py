@@ -129,6 +129,7 @@ needs_native = pytest.mark.skipif(native.why_not() is not None, reason=f"no C++ 
 PANELS = native.why_not() is None and native.isa(torch.float32) != "portable"  # else torch's own products run
 
 
+@pytest.mark.in_turns
 @needs_native
 @pytest.mark.parametrize("entries", [4, 8, 16, 32, 64])
 @pytest.mark.parametrize("shape, group_size", [((48, 128), 64), ((33, 64), None), ((5, 40), 8)])

@@ -40,6 +40,7 @@ def written_out(q, edges, n: int, start: int, page: int, pages: int, behind: int
     return [at for at in chosen if at < start + n] + [start + n + i for i in range(behind)]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -149,6 +150,7 @@ def test_arguments_of_wrong_shapes_are_refused():
             page_list(q, edges, one, 21 * one, **more)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("impl", [*IMPLS, "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 3, 3, 64, 16, 5000)], ids=str)

@@ -40,7 +40,10 @@ torch.save({
 X86 = platform.machine() == "x86_64"
 
 
-@pytest.mark.parametrize("isa", [pytest.param("avx2", marks=pytest.mark.skipif(not X86, reason="no x86")), "portable"])
+@pytest.mark.parametrize(
+    "isa",
+    [pytest.param("avx2", marks=[pytest.mark.slow, pytest.mark.skipif(not X86, reason="no x86")]), "portable"],
+)
 def test_a_whole_model_has_the_same_logits_as_on_an_older_processor(tiny, tmp_path, isa):
     """In a process of its own, because libraries choose their instructions once."""
     model, ids = tiny("llama").bfloat16(), torch.arange(24)[None] * 31 % 96
@@ -74,7 +77,8 @@ for use in (w, *([to_prepacked(w)] if "cpu" in sys.argv else [])):
 """
 
 
-@pytest.mark.parametrize("cap", ["AVX512_CORE", pytest.param("AVX2", marks=pytest.mark.slow)])  # neither has VNNI
+@pytest.mark.slow
+@pytest.mark.parametrize("cap", ["AVX512_CORE", "AVX2"])  # neither has VNNI
 def test_products_of_8_bits_are_exact_where_onednn_is_kept_from_vnni(cap):
     """oneDNN then adds pairs of products in 16 bits, which saturates: these are wrong by half."""
     run = [sys.executable, "-c", EIGHT_BITS, *(["cpu"] if native.integers() else [])]

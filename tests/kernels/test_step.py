@@ -169,6 +169,7 @@ def test_every_layout_looks_rows_up_and_multiplies(head):
         compare(decoder({"head": head, "mlp": head}, torch.bfloat16, bias=bias), torch.bfloat16, 0)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_tokens_and_threads(tokens, threads):
@@ -180,6 +181,7 @@ def test_tokens_and_threads(tokens, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_fewer_threads_than_were_asked_for():
     """As with a thread limit, or in a build without OpenMP: a thread then takes several shares of every product."""
     asked = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "tokens_and_threads", __file__]

@@ -41,6 +41,7 @@ def steps_beside_the_model(model, graphs, ids, count=6):
     return max(differences), max(float((a - b).float().norm() / b.float().norm()) for a, b in pairs)
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("method", ["", "rtn", "int8"])
 @pytest.mark.parametrize("architecture", FUSED)
 @torch.no_grad()

@@ -84,8 +84,11 @@ def assert_same_cache(found, expected):
     assert [x.tolist() for x in (*found.ids, *found.masks)] == [x.tolist() for x in (*expected.ids, *expected.masks)]
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize(("architecture", "padding"), [("llama", ()), ("gemma3_text", ()), ("llama", (7, 0))])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(recipe, marks=[pytest.mark.slow] * (turn % 2 == 0)) for turn, recipe in enumerate(RECIPES)]
+)
 def test_steps_are_those_of_the_models_own_code(architecture, padding, recipe, tiny, tokens, small):
     """Over groups that become codes, evictions, and graphs that become too small, with and without padding; and the
     next prompt reads the same cache."""
@@ -122,6 +125,7 @@ def test_layers_are_copied_where_they_change_alone(recipe, copies, tiny, tokens,
     assert small == Counter(steps=130, copies=copies * len(model.model.layers))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(("recipe", "reason"), [
     ("quest(page=4, budget=12)", "quest reads a part of the positions"), ("kv_int(bits=2)", "holds codes of 2 bits"),
     ("xkv()", "share what they store"),

@@ -134,6 +134,7 @@ def test_transient_failures_are_retried_once(one, monkeypatch):
     assert outcome.failure["attempts"] == 2 and outcome.failure["kind"] == "cell" and "transient" not in outcome.failure
 
 
+@pytest.mark.slow
 def test_a_full_disk_damages_no_finished_run(plain_processes, sweep, runs, workbench):
     """A limit on the size of files stands in for a full disk."""
     assert run_sweep(sweep(grid={"number": [1]}), runs=runs)[0].status == "finished"
@@ -262,6 +263,7 @@ def test_a_run_of_other_code_is_stale_and_stays_until_it_is_asked_for_again(swee
     assert plan(path, runs=runs, stale=True).rows[0].state == "finished"
 
 
+@pytest.mark.slow
 def test_a_sweep_under_way_runs_the_code_that_it_was_planned_with(plain_processes, sweep, runs, trivial):
     """The first run edits the notebook; the second one does not notice, and its packages are those of the snapshot."""
     edit = f"p = Path({str(trivial)!r}); p.write_text(p.read_text().replace('working on', 'edited'))"

@@ -41,7 +41,7 @@ def folder(tiny, tmp_path):
     return save
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("architecture", [pytest.param("llama", marks=pytest.mark.slow), "gemma3_text", "mixtral"])
 def test_predictions_are_those_of_the_compressed_model(architecture, folder, tokens, capsys):
     """Ends that are tied and apart, layers with a window, experts that are fused."""
     place = folder(architecture, tie_word_embeddings=architecture == "gemma3_text")

@@ -24,7 +24,7 @@ from notebooks.study.run import start
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted(p.stem for p in FOLDER.glob("*.ipynb"))
-SMALL = {"samples": 1, "seqlen": 128, "max_windows": 1, "window": 128, "speed_rounds": 1, "write_tokens": 2}
+SMALL = {"samples": 1, "seqlen": 64, "max_windows": 1, "window": 64, "speed_rounds": 1, "write_tokens": 2}
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -151,8 +151,8 @@ def expect_search(made, scores, html):
 
 # Per notebook: parameters beside SMALL, the format of its linears and their number, and what else must hold.
 EXPECTED = {
-    "start_here": ({"group_size": -1, "skip": TWO}, "int_group", 14, expect_start),
-    "gptq": ({"skip": FEW, "write_tokens": 0}, "int_group", 7, expect_gptq),
+    "start_here": ({"group_size": -1, "skip": TWO, "seqlen": 128, "window": 128}, "int_group", 14, expect_start),
+    "gptq": ({"skip": FEW, "write_tokens": 0, "seqlen": 128, "window": 128}, "int_group", 7, expect_gptq),
     "smoothquant": ({"compare": "", "skip": FIRST, "write_tokens": 0}, "eight_bit", 35, expect_smoothquant),
     "rotations": ({"transform": f"flatquant(steps=1, skip={FEW!r})", "weight_bits": 16, "skip": FEW, "beside": "",
                    "seqlen": 64, "write_tokens": 0}, "dense", 7, expect_rotations),

@@ -10,6 +10,7 @@ import torch
 
 from eval.record.manifest import file_sha256
 from eval.record.schema import read_record
+from notebooks.batch.cli import main
 from notebooks.batch.pages import compared, outcomes, verdict_of, write_all
 from notebooks.batch.run_folder import NEEDED, RunFolder
 from notebooks.batch.status import runs_folder
@@ -174,8 +175,7 @@ RECORDS = sorted(map(str, PUBLISHED.glob("*smollm2*.json")))
 
 
 def test_compare_runs_through_papermill(tmp_path, papermill):
-    """By the very command of a user; the other notebooks' kernels are forked."""
-    papermill("compare", {"runs": RECORDS, "page": tmp_path / "page.html", "title": "All published"}, plain=True)
+    papermill("compare", {"runs": RECORDS, "page": tmp_path / "page.html", "title": "All published"})
     page = (tmp_path / "page.html").read_text()
     assert "All published" in page and len(page.encode()) <= 1_000_000 and page.count("<svg") >= 2
     shown = (tmp_path / "out.ipynb").read_text()
@@ -197,14 +197,15 @@ def test_compared_needs_runs(tmp_path):
 def test_verdicts_have_an_exit_status(workbench, tmp_path):
     """Of two runs on the same model: good enough for CI, or not."""
     gptq, kv = (next(path for path in RECORDS if name in path) for name in ("/weight-only", "/kv-eviction"))
-    same = shutil.copy(gptq, tmp_path / "same.json")
+    same = str(shutil.copy(gptq, tmp_path / "same.json"))
     good = workbench("compare", gptq, same, "--recovery-threshold", "0.99")
     assert good.returncode == 0 and "page: " in good.stdout, good.stderr
     found = outcomes([gptq, next(path for path in RECORDS if "/pruning" in path)], ROOT)
     assert verdict_of(found, 0.1).exit_code == 0 and verdict_of(found, 0.99).exit_code == 1
-    assert workbench("compare", gptq, kv).returncode == 2, "they share no measure of accuracy"
-    assert workbench("compare", gptq, same, "--recovery-threshold", "99").returncode == 2
-    assert workbench("compare", gptq, "--recovery-threshold", "0.9").returncode == 2, "a verdict needs two"
+    compare = ["--runs", str(tmp_path / "runs"), "compare", gptq]
+    assert main([*compare, kv]) == 2, "they share no measure of accuracy"
+    assert main([*compare, same, "--recovery-threshold", "99"]) == 2
+    assert main([*compare, "--recovery-threshold", "0.9"]) == 2, "a verdict needs two"
 
 
 @pytest.mark.slow

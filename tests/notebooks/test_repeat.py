@@ -94,19 +94,19 @@ def test_the_sentence_counts_and_the_status_says_whether_something_differs():
     assert "1 differ by more than noise" in table(other)
 
 
-def test_a_run_is_repeated_from_its_record(tmp_path, capsys):
+def test_a_run_is_repeated_from_its_record(tmp_path, runs, capsys):
     """The command of a small run in a record of a large one: its sizes differ, and its texts have other names."""
     record = read_record(RECORD)
     record["provenance"]["command"] = shlex.join(["papermill", "notebooks/gptq.ipynb", "out.ipynb", *TINY, *BRIEF])
     (tmp_path / "record.json").write_text(json.dumps(record))
     overridden = ["-p", "seqlen", "48"]
-    assert main(["--runs", str(tmp_path / "runs"), "repeat", str(tmp_path / "record.json"), *overridden]) == 1
+    assert main(["--runs", str(runs), "repeat", str(tmp_path / "record.json"), *overridden]) == 1
     shown = capsys.readouterr().out
     assert "kl_wikitext2" in shown and "not measured" in shown and "differ by more than noise" in shown
-    again = read_record(next((tmp_path / "runs").glob("*/record.json")))
+    again = read_record(next(runs.glob("*/record.json")))
     assert again["model"]["name"] == "tiny" and again["calibration"]["seqlen"] == 48
-    own = next((tmp_path / "runs").glob("*/record.json"))
-    assert main(["--runs", str(tmp_path / "runs"), "repeat", str(own)]) == 0
+    own = next(runs.glob("*/record.json"))
+    assert main(["--runs", str(runs), "repeat", str(own)]) == 0
     assert read_record(own)["run"]["started"] != again["run"]["started"], "a run is not compared with itself"
 
 

@@ -30,7 +30,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", ["gptq", "kv_eviction", *(pytest.param(n, marks=pytest.mark.slow) for n in ("recipe", "pruning"))]
+    "name", ["kv_eviction", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gptq", "recipe", "pruning"))]
 )
 def test_a_saved_folder_is_a_model_for_a_notebook(name, saved, tmp_path, monkeypatch, run_cells):
     """One of the notebooks saves what it makes, in the format of others."""

@@ -211,6 +211,7 @@ def test_a_run_has_as_many_gpus_as_it_asks_for(sweep, runs, monkeypatch):
             read_sweep(sweep("bad", grid={"number": [1]}, **keys))
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_preempted_job_ends_without_a_result_and_goes_on_when_it_is_queued_again(
     plain_processes, sweep, runs, tmp_path

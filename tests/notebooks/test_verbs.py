@@ -94,6 +94,7 @@ def test_a_saved_model_is_scored_against_its_original(saved, tmp_path, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_of_unknown_origin_is_scored_alone(plain, tmp_path, capsys, monkeypatch):
     """Once: there is no second pass over the text, and no copy that is timed or weighed as a baseline."""
     passes = []
@@ -264,10 +265,10 @@ def test_the_shell_completes_words_where_argcomplete_is_installed(monkeypatch):
 
 
 @pytest.mark.long
-def test_a_model_is_compressed_once_and_lies_wherever_it_is_asked_for(tmp_path, capsys):
+def test_a_model_is_compressed_once_and_lies_wherever_it_is_asked_for(tmp_path, runs, capsys):
     """One run of the notebook; what comes behind it copies, exports, and overwrites nothing."""
     own = ["-p", "samples", "2", "-p", "seqlen", "64", "-p", "window", "64", "-p", "max_windows", "1"]
-    own += ["-p", "speed_rounds", "0", "-p", "write_tokens", "0", "--runs", str(tmp_path / "runs")]
+    own += ["-p", "speed_rounds", "0", "-p", "write_tokens", "0", "--runs", str(runs)]
     command = ["compress", "tiny", "rtn(bits=8, group_size=-1)", *own, "--out"]
     assert main([*command, str(tmp_path / "m")]) == 0
     said = capsys.readouterr().out

@@ -137,6 +137,7 @@ def test_every_verdict_names_the_largest_model(weights):
     assert measured_up_to([None]) == [] and "has 8.03 billion" in measured_up_to([None, 8_030_000_000, 1])[0]
 
 
+@pytest.mark.slow
 def test_the_speed_of_early_records_is_called_that_of_the_step():
     record = read_record(next(PUBLISHED.glob("smoothquant-smollm2*.json")))
     shown = page(record)

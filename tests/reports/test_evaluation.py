@@ -433,6 +433,7 @@ def test_page_in_a_browser(look, html, scheme, width):
     look(html, width, scheme)
 
 
+@pytest.mark.slow
 def test_a_page_stays_small(record):
     made = copy.deepcopy(record)
     names = [f"a model with a long name, number {i}" for i in range(30)]

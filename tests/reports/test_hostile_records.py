@@ -96,7 +96,13 @@ class Active(HTMLParser):
                 self.found.append(f"{name}={value}")
 
 
-@pytest.mark.parametrize("kind", ["recipe", "kv-eviction", "pruning", "smoothquant-smollm2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "kv-eviction",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("recipe", "pruning", "smoothquant-smollm2")),
+    ],
+)
 def test_no_text_of_a_record_runs_or_leads_elsewhere(kind, tmp_path):
     record = read_record(max(glob.glob(str(PUBLISHED / f"{kind}*.json"))))
     record["layers"], record["folds"] = record["layers"][:14], record["folds"][:4]

@@ -7,6 +7,7 @@ import os
 import sys
 
 gc.set_threshold(50_000, 20, 100)
+sys.modules["rfc3987_syntax"] = None  # two seconds of a grammar that no notebook's schema asks for
 
 WORKER = ["-m", "notebooks.batch.worker"]
 if sys.orig_argv[1:3] == WORKER and (address := os.environ.get("FORKED_WORKERS")):
