@@ -23,7 +23,7 @@ from kernels.step.decoder import ACCELERATION, NotNative, recognise, state_of
 from kernels.step.forward import DecoderForward, NativePrompt, native_prompt
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.in_parts import StepInParts
-from kernels.step.native import MOST_TOKENS
+from kernels.step.native import MOST_IN_SEQUENCE, MOST_TOKENS
 from kernels.step.outputs import check_outputs
 from kernels.step.writing.generate import generate
 from kernels.support.deploy import cast
@@ -115,12 +115,13 @@ class _Bound:
     held: int = -1
 
     def run(self, ids: Tensor, slot: int) -> Tensor:
-        """Read the tokens ids [batch, 1] at position `slot`; returns the tokens with the largest logits [batch, 1]."""
+        """Read the tokens ids [batch, 1] at position `slot`; returns the tokens with the largest logits [batch, 1]. Of
+        one sequence several can be read, ids [1, n]; returns the tokens [n, 1] behind each."""
         for room in self.rooms if self.held != slot else ():
             room.length.fill_(slot)
         self.held = -1  # a step that is interrupted leaves the rooms' lengths unknown
-        largest = self.step.at(ids, slot)
-        self.held = slot + 1
+        largest = self.step.at(ids if ids.shape[1] == 1 else ids.t().contiguous(), slot)
+        self.held = slot + ids.shape[1]
         return largest
 
 
@@ -140,6 +141,7 @@ class Acceleration:
     _reader: DecoderForward | None = None
     _bound: dict[int, _Bound] = field(default_factory=dict)
     _in_parts: dict[int, StepInParts] = field(default_factory=dict)  # by number of sequences
+    _verifies: bool | None = None  # whether several tokens in one step get the logits of steps of one; None: not known
 
     def __repr__(self) -> str:
         if self.why_not:
@@ -163,6 +165,7 @@ class Acceleration:
 
     def _forget(self) -> None:
         self._reader, self._bound, self._in_parts, self._state, self.why_not = None, {}, {}, None, ""
+        self._verifies = None
 
     @torch.no_grad()
     def assemble(self) -> None:
@@ -255,6 +258,24 @@ class Acceleration:
         """Takes the place of the model's `generate`; the same arguments and outputs, with a fast decoding loop."""
         return generate(self.model, *args, **kwargs)
 
+    @torch.no_grad()
+    def verifies(self) -> bool:
+        """Can steps of one sequence verify guessed tokens? Several tokens in one step must get the logits of steps of
+        one token each, bit by bit; this is tried once with this model on this machine."""
+        if not self._ready() or self.why_not_in_one_call:
+            return False
+        if self._verifies is None:
+            decoder, ids = self._reader.decoder, torch.arange(MOST_IN_SEQUENCE)[None] * 7919
+            ids = ids % self.model.get_input_embeddings().num_embeddings
+            rooms = roomy(decoder, DynamicCache(), 1, MOST_IN_SEQUENCE)
+            bound = _Bound(rooms, step_of(decoder, rooms, MOST_IN_SEQUENCE))
+            bound.run(ids, 0)
+            at_once, self._verifies = bound.step.logits.clone(), True
+            for i in range(MOST_IN_SEQUENCE):
+                bound.run(ids[:, [i]], i)
+                self._verifies = self._verifies and torch.equal(bound.step.logits[0], at_once[i])
+        return self._verifies
+
     def steps(self, cache: Any, batch: int) -> "StepsInOneCall | None":
         """Steps behind a prompt that the model has read into a cache without padding; None: call the model instead."""
         hooked = self.model._forward_hooks or self.model._forward_pre_hooks
@@ -319,7 +340,8 @@ class Acceleration:
         key = rooms[0].keys.data_ptr()
         bound = self._bound.get(key)
         if bound is None or any(a is not b for a, b in zip(bound.rooms, rooms, strict=True)):
-            self._bound = {key: _Bound(rooms, step_of(self._reader.decoder, rooms, batch))}
+            tokens = MOST_IN_SEQUENCE if batch == 1 else batch
+            self._bound = {key: _Bound(rooms, step_of(self._reader.decoder, rooms, tokens))}
         return self._bound[key]
 
 
@@ -332,19 +354,26 @@ class StepsInOneCall:
 
     def __call__(self, tokens: Tensor) -> Tensor | None:
         """Read one more token per sequence, int64 [batch, 1]; returns those with the largest logits [batch, 1], or None
-        if equal logits may hide which tokens transformers would take."""
-        if self._slot >= self._room:
+        if equal logits may hide which tokens transformers would take. Of one sequence, up to `MOST_IN_SEQUENCE` tokens
+        [1, n] can be read; returns those [n, 1] behind each."""
+        count = tokens.shape[1]
+        if self._slot + count > self._room:
             self.finish()
             decoder = self._acceleration._reader.decoder
-            rooms = roomy(decoder, self._cache, self._batch, 1)
+            rooms = roomy(decoder, self._cache, self._batch, count)
             self._bound, self._room = self._acceleration._step(rooms, self._batch), rooms[0].keys.shape[2]
         largest = self._bound.run(tokens, self._slot)
-        self._slot += 1
+        self._slot += count
         return None if self._bound.step.cap else largest
+
+    def cut(self, count: int) -> None:
+        """Take the last `count` positions out of the cache."""
+        self._slot -= count
 
     @property
     def logits(self) -> Tensor:
-        """Of the last step, float32 [batch, vocabulary], rounded as the model's; valid until the next step."""
+        """Of the last step, float32 [batch, vocabulary] or of each token of one sequence [n, vocabulary], rounded as
+        the model's; valid until the next step."""
         logits = self._bound.step.logits
         return logits.to(self._acceleration.model.dtype).float() if self._bound.step.cap else logits
 
