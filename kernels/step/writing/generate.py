@@ -4,10 +4,15 @@ transformers' loop spends two milliseconds of Python on every token: it prepares
 and positions, and calls each processor on the whole vocabulary. Here the text is one tensor that is filled, and the
 step of decoding is called directly. Processors, stopping criteria and streamers of the user are called for every
 token, as transformers calls them. A request that this loop does not know runs in transformers' own loop.
+
+With prompt look-up (`prompt_lookup_num_tokens`), a step verifies several guessed tokens of one sequence where it gains
+time. Its logits are those of steps of one token, bit by bit, and a guess is kept only if the same token is then chosen
+from them, with the same random numbers: the text is the one that is written without guesses.
 """
 
 import copy
 import functools
+import time
 from typing import Any
 
 import torch
@@ -23,7 +28,9 @@ from transformers.generation import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from kernels.step.writing.sampling import choice_of
+from kernels.step.native import MOST_IN_SEQUENCE
+from kernels.step.writing.guesses import Guesser, PromptLookup
+from kernels.step.writing.sampling import SamplingChoice, choice_of
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # the model's other inputs
@@ -42,19 +49,49 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kwargs["generation_config"], args = args[1], args[:1]
     config = kwargs.get("generation_config")
     config, _ = model._prepare_generation_config(config, **{k: v for k, v in kwargs.items() if k in _settings()})
+    looks_up, config.prompt_lookup_num_tokens = config.prompt_lookup_num_tokens, None
     if config.get_generation_mode(None) not in MODES or config.is_assistant:
         return own(model, *args, **kwargs)
+    guesser = None
+    if looks_up is not None:
+        if not _of_one_sequence(args, kwargs, config) or not _verifies(model):
+            return own(model, *args, **kwargs)
+        guesser = PromptLookup(min(looks_up, MOST_IN_SEQUENCE - 1), config.max_matching_ngram_size)
+        kwargs = _without_lookup(model, kwargs)
     if config.stop_strings is not None:
         if kwargs.get("tokenizer") is None or model.generation_config.stop_strings is not None:
             return own(model, *args, **kwargs)
         kwargs = _stop_strings_as_criterion(config.stop_strings, kwargs)
-    return own(model, *args, **kwargs, custom_generate=functools.partial(decode, streamer=kwargs.get("streamer")))
+    loop = functools.partial(decode, streamer=kwargs.get("streamer"), guesser=guesser)
+    return own(model, *args, **kwargs, custom_generate=loop)
 
 
 @functools.cache
 def _settings() -> set[str]:
     """Names of the settings of a generation, which `generate` takes as keyword arguments."""
     return set(GenerationConfig().to_dict())
+
+
+def _of_one_sequence(args: tuple[Any, ...], kwargs: dict[str, Any], config: GenerationConfig) -> bool:
+    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    return config.num_return_sequences == 1 and (ids is None or len(ids) == 1)
+
+
+def _verifies(model: nn.Module) -> bool:
+    """Can steps of this model verify guessed tokens?"""
+    verifies = getattr(model.acceleration, "verifies", None)
+    return verifies is not None and verifies()
+
+
+def _without_lookup(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate` without prompt look-up, for which transformers has another loop."""
+    kwargs = {name: value for name, value in kwargs.items() if name != "prompt_lookup_num_tokens"}
+    if (config := kwargs.get("generation_config")) is not None:
+        kwargs["generation_config"] = config = copy.deepcopy(config)
+        config.prompt_lookup_num_tokens = None
+    if model.generation_config.prompt_lookup_num_tokens is not None:
+        kwargs["prompt_lookup_num_tokens"] = None
+    return kwargs
 
 
 def _stop_strings_as_criterion(stop_strings: str | list[str], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -77,12 +114,14 @@ def decode(
     generation_config: GenerationConfig,
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
+    guesser: Guesser | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Read a prompt and write behind it; takes the place of transformers' `GenerationMixin._sample`.
 
     Args:
         input_ids: int64 [batch, tokens], the prompt. model_kwargs: the model's other inputs, such as its cache.
+        guesser: guesses tokens that steps verify, where steps can; None: every token takes a step.
 
     Returns:
         int64 [batch, tokens + new]: greedily, the tokens that transformers' loop gives with the same model. Or, as
@@ -109,6 +148,8 @@ def decode(
     steps = _steps(model, cache, len(input_ids), mask, positions) or Calls(model, cache, mask, positions)
     try:
         tokens = text.append(choice(text.ids, logits), choice.scores)
+        if guesser is not None and hasattr(steps, "cut"):
+            _write_by_guesses(text, tokens, steps, choice, guesser)
         while text.continues:
             largest = steps(tokens[:, None])
             chosen = largest[:, 0] if choice.largest and largest is not None else choice(text.ids, steps.logits)
@@ -121,6 +162,27 @@ def decode(
         return text.ids
     scores, raw = choice.scores if kept[0] else None, choice.logits if kept[1] else None
     return GenerateDecoderOnlyOutput(sequences=text.ids, scores=scores, logits=raw, past_key_values=cache)
+
+
+def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: SamplingChoice, guesser: Guesser) -> None:
+    """Write the text of one sequence to its end; tokens [1] is its last one. A step reads it and guesses behind it."""
+    known = text.ids[0].tolist()
+    while text.continues:
+        guessed = guesser.guess(known, min(MOST_IN_SEQUENCE - 1, text.left - 1)) if text.left > 1 else []
+        began = time.perf_counter()
+        largest = steps(torch.tensor([[known[-1], *guessed]]))
+        seconds, accepted = time.perf_counter() - began, 0
+        try:
+            for row in range(len(guessed) + 1):
+                own = choice.largest and largest is not None
+                chosen = largest[row] if own else choice(text.ids, steps.logits[row : row + 1])
+                known.append(int(text.append(chosen, choice.scores)))
+                if not text.continues or row == len(guessed) or known[-1] != guessed[row]:
+                    break
+                accepted += 1
+        finally:
+            steps.cut(len(guessed) - accepted)
+        guesser.note(accepted, seconds)
 
 
 def _steps(model: nn.Module, cache: Any, batch: int, mask: Tensor | None, positions: Tensor | None) -> Any:
@@ -153,6 +215,11 @@ class _Text:
         self._warned = min((one.max_position_embeddings or 1 << 62 for one in limits), default=1 << 62)
         self._limits = limits
         self._others = StoppingCriteriaList(one for one in criteria if one not in ends and one not in limits)
+
+    @property
+    def left(self) -> int:
+        """The number of tokens that the text may still get."""
+        return 1 << 62 if self._most is None else self._most - self._length
 
     @property
     def ids(self) -> Tensor:
