@@ -25,7 +25,7 @@ from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.in_parts import StepInParts
 from kernels.step.native import MOST_IN_SEQUENCE, MOST_TOKENS
 from kernels.step.outputs import check_outputs
-from kernels.step.writing.generate import generate
+from kernels.step.writing.generate import check_vocabulary, generate
 from kernels.support.deploy import cast
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,7 +35,9 @@ MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logi
 TRIED = 16  # tokens of the prompt whose logits are compared with the model's
 
 
-def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat16) -> nn.Module:
+def accelerate(
+    model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat16, draft: nn.Module | None = None
+) -> nn.Module:
     """Make `model.generate` fast, compressed or not, in place; on a CPU also calls of the model with a cache.
 
     On a GPU, each step of decoding is replayed as one CUDA graph (`kernels.step.gpu`), captured when a batch size is
@@ -57,13 +59,36 @@ def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat1
             in inference mode, so that these do not show: call `model.acceleration.remove()`, which undoes the change,
             before them.
         dtype: the dtype to cast the model to: torch.bfloat16, torch.float16 or their names; None: no cast.
+        draft: a smaller model with the same vocabulary, such as the compressed model, which guesses tokens of single
+            texts that this model verifies, several in a step, on a CPU: the texts stay the same, and take less time
+            where the draft guesses well. It is accelerated, too, and replaces an earlier draft.
 
     Returns:
         the model
 
     Raises:
-        ValueError: another dtype, or `model` is not a model of transformers.
+        ValueError: another dtype, `model` is not a model of transformers, or `draft` has another vocabulary, is the
+            model itself, or cannot guess on this device.
     """
+    model = _accelerated(model, dtype)
+    if draft is not None:
+        _set_draft(model, draft)
+    return model
+
+
+def _set_draft(model: nn.Module, draft: nn.Module) -> None:
+    if not isinstance(draft, PreTrainedModel):
+        raise ValueError(f"`draft` ({type(draft).__name__}) must be a model of transformers")
+    check_vocabulary(model, draft, "draft")
+    if draft is model or "cuda" in (model.device.type, draft.device.type):
+        why = "is the model itself" if draft is model else f"is on {draft.device}, and the model on {model.device}"
+        raise ValueError(f"`draft` {why}; it must be another model, and both on a CPU")
+    _accelerated(draft, model.dtype if model.dtype in DTYPES.values() else None)
+    if (acceleration := getattr(model, ACCELERATION, None)) is not None:
+        acceleration.draft = draft
+
+
+def _accelerated(model: nn.Module, dtype: torch.dtype | str | None) -> nn.Module:
     dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype not in (None, *DTYPES.values()):
         raise ValueError(f"`dtype` (={dtype!r}) must be torch.bfloat16, torch.float16 or None")
@@ -132,11 +157,13 @@ class Acceleration:
     Attributes:
         why_not_in_one_call: why single tokens run op by op; "" if they run in one call.
         why_not: why the model's own code has run since the model was changed; "" if the fast path runs.
+        draft: guesses tokens of texts where `generate` is given nothing else that does; or None.
     """
 
     model: nn.Module
     why_not_in_one_call: str = ""
     why_not: str = ""
+    draft: nn.Module | None = None
     _state: tuple[Any, ...] | None = None  # the model's `state_of` when the reader was made
     _reader: DecoderForward | None = None
     _bound: dict[int, _Bound] = field(default_factory=dict)
@@ -150,7 +177,8 @@ class Acceleration:
         return f"prompts by {native.isa(self.model.dtype, True)}, steps {how}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Acceleration":
-        return Acceleration(memo.get(id(self.model), self.model), self.why_not_in_one_call)  # assembled when first used
+        model = memo.get(id(self.model), self.model)
+        return Acceleration(model, self.why_not_in_one_call, draft=self.draft)  # assembled when first used
 
     def take_over(self) -> None:
         """Take the place of the model's `forward` and `generate`."""

@@ -19,9 +19,15 @@ HOW = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
 
 
 class Counts(list):
-    """Numbers of tokens, and the furthest position behind one of them."""
+    """Numbers of tokens of steps, the models, and the furthest position behind a token."""
 
-    furthest = 0
+    def __init__(self):
+        super().__init__()
+        self.models, self.furthest = [], 0
+
+    def clear(self):
+        super().clear()
+        self.models.clear()
 
 
 @pytest.fixture
@@ -31,6 +37,7 @@ def read(monkeypatch):
 
     def noted(self, tokens):
         counts.append(tokens.shape[1])
+        counts.models.append(self._acceleration.model)
         counts.furthest = max(counts.furthest, self._slot + tokens.shape[1])
         return call(self, tokens)
 
@@ -41,7 +48,7 @@ def read(monkeypatch):
 def guess_from(text: list[int], monkeypatch, wrong: int = 5) -> None:
     """Guesses are the following tokens of a text, every `wrong`-th of which is another token."""
 
-    def guess(self, known, most):
+    def guess(self, known, most, choice):
         self._guessed = 3, min(most, 7)
         self._pace.count(3, 0.5)
         return [
@@ -170,7 +177,7 @@ def test_sampling_keeps_the_distribution(tiny, monkeypatch):
     second = {token: likely(torch.cat([IDS, torch.tensor([[token]])], 1)) for token in first}
     guessed = {token: list(second[token])[i % top] for i, token in enumerate(first)}  # more and less likely ones
 
-    def guess(self, known, most):
+    def guess(self, known, most, choice):
         self._guessed = 1, 1
         self._pace.count(1, 0.5)
         return [guessed[known[-1]]][:most]
@@ -198,6 +205,82 @@ def test_requests_that_cannot_be_verified_are_those_of_transformers(tiny, monkey
     assert torch.equal(model.generate(IDS, **HOW, prompt_lookup_num_tokens=4), expected) and not read
 
 
+def drafts(tiny, noise: float, monkeypatch, drafting: float = 0.2) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A model, and another one that differs by so much noise. All steps take the same time, and a guess this share."""
+    note = Pace.note
+    monkeypatch.setattr(
+        Pace,
+        "note",
+        lambda self, kind, guessed, accepted, *_: note(self, kind, guessed, accepted, 1.0, drafting * guessed),
+    )
+    model = tiny("llama", max_position_embeddings=1024).bfloat16()
+    draft = copy.deepcopy(model)
+    for parameter in draft.parameters():
+        parameter.data += noise * parameter.std() * torch.randn_like(parameter)
+    return accelerate(model), accelerate(draft)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("noise", [0.0, 0.1, 1.0])
+def test_a_draft_changes_no_text(tiny, noise, samples, monkeypatch, read):
+    model, draft = drafts(tiny, noise, monkeypatch)
+    how = (
+        HOW
+        | {"max_new_tokens": 300, "do_sample": samples, "eos_token_id": None}
+        | ({"top_k": 20, "temperature": 0.7} if samples else {})
+    )
+    texts = []
+    for more in ({}, {"assistant_model": draft}):
+        read.clear()
+        torch.manual_seed(3)
+        texts.append(model.generate(IDS, **how, **more))
+        steps = {one: sum(of is one for of in read.models) for one in (model, draft)}
+        if not more:
+            assert steps == {model: 299, draft: 0}
+    assert torch.equal(*texts)
+    # Rounding of the prompt is another one, which shows in draws from the flat distributions of random models.
+    assert steps[model] < {(0.0, False): 40, (0.0, True): 120, (0.1, False): 240}.get((noise, samples), 300)
+    if noise == 1.0:
+        assert steps[draft] < 60, "it is left alone after a second trial"
+
+
+@torch.no_grad()
+def test_a_draft_is_given_once(tiny, monkeypatch, read):
+    model, draft = drafts(tiny, 0.0, monkeypatch)
+    expected, alone = model.generate(IDS, **HOW), len(read)
+    draft.acceleration.remove()
+    assert accelerate(model, draft=draft) is model and model.acceleration.draft is draft
+    read.clear()
+    assert torch.equal(model.generate(IDS, **HOW), expected)
+    assert sum(one is model for one in read.models) < alone and any(one is draft for one in read.models)
+    read.clear()
+    twice = IDS.repeat(2, 1)
+    assert torch.equal(model.generate(twice, **HOW)[0], expected[0]) and draft not in read.models, "not for a batch"
+    read.clear()
+    assert torch.equal(copy.deepcopy(model).generate(IDS, **HOW), expected) and draft in read.models
+
+
+@torch.no_grad()
+def test_a_long_prompt_is_not_read_for_a_few_tokens(tiny, monkeypatch, read):
+    model, draft = drafts(tiny, 0.0, monkeypatch)
+    model.generate(IDS.repeat(1, 5), **HOW, assistant_model=draft)
+    assert draft not in read.models
+
+
+def test_drafts_that_cannot_guess_are_refused(tiny):
+    model, other = accelerate(tiny("llama").bfloat16()), accelerate(tiny("llama", vocab_size=80).bfloat16())
+    with pytest.raises(ValueError, match="`assistant_model` has a vocabulary of 80 tokens, the model one of 96"):
+        model.generate(IDS, **HOW, assistant_model=other)
+    with pytest.raises(ValueError, match="`draft` has a vocabulary of 80 tokens"):
+        accelerate(model, draft=other)
+    with pytest.raises(ValueError, match="`draft` is the model itself"):
+        accelerate(model, draft=model)
+    with pytest.raises(ValueError, match=r"`draft` \(Linear\) must be a model of transformers"):
+        accelerate(model, draft=torch.nn.Linear(2, 2))
+    assert model.acceleration.draft is None
+
+
 def test_guesses_follow_the_last_of_the_longest_earlier_n_grams():
     generator, lookup, text = torch.Generator().manual_seed(0), PromptLookup(5), [1]
     lookup._pace.count = lambda kind, likely: 5
@@ -211,7 +294,7 @@ def test_guesses_follow_the_last_of_the_longest_earlier_n_grams():
                     longer.append(longer[places[-1] + len(longer) - length])
                 expected = longer[length:]
                 break
-        assert lookup.guess(copy.copy(text), 9) == expected
+        assert lookup.guess(copy.copy(text), 9, None) == expected
         text.append(int(torch.randint(4, (1,), generator=generator)))
 
 

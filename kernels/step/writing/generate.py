@@ -5,9 +5,10 @@ and positions, and calls each processor on the whole vocabulary. Here the text i
 step of decoding is called directly. Processors, stopping criteria and streamers of the user are called for every
 token, as transformers calls them. A request that this loop does not know runs in transformers' own loop.
 
-With prompt look-up (`prompt_lookup_num_tokens`), a step verifies several guessed tokens of one sequence where it gains
-time. Its logits are those of steps of one token, bit by bit, and a guess is kept only if the same token is then chosen
-from them, with the same random numbers: the text is the one that is written without guesses.
+With prompt look-up (`prompt_lookup_num_tokens`) or a draft (`assistant_model`, or that of `accelerate`), a step
+verifies several guessed tokens of one sequence where it gains time. Its logits are those of steps of one token, bit by
+bit, and a guess is kept only if the same token is then chosen from them, with the same random numbers: the text is the
+one that is written without guesses.
 """
 
 import copy
@@ -29,7 +30,7 @@ from transformers.generation import (
 from transformers.generation.streamers import BaseStreamer
 
 from kernels.step.native import MOST_IN_SEQUENCE
-from kernels.step.writing.guesses import Guesser, PromptLookup
+from kernels.step.writing.guesses import Draft, Guesser, PromptLookup
 from kernels.step.writing.sampling import SamplingChoice, choice_of
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -43,7 +44,7 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     The arguments and results are those of transformers.
     """
     own = type(model).generate
-    if len(args) > 2 or kwargs.get("custom_generate") is not None or kwargs.get("assistant_model") is not None:
+    if len(args) > 2 or kwargs.get("custom_generate") is not None:
         return own(model, *args, **kwargs)
     if len(args) == 2:
         kwargs["generation_config"], args = args[1], args[:1]
@@ -52,12 +53,12 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     looks_up, config.prompt_lookup_num_tokens = config.prompt_lookup_num_tokens, None
     if config.get_generation_mode(None) not in MODES or config.is_assistant:
         return own(model, *args, **kwargs)
-    guesser = None
-    if looks_up is not None:
-        if not _of_one_sequence(args, kwargs, config) or not _verifies(model):
-            return own(model, *args, **kwargs)
-        guesser = PromptLookup(min(looks_up, MOST_IN_SEQUENCE - 1), config.max_matching_ngram_size)
-        kwargs = _without_lookup(model, kwargs)
+    asked = looks_up is not None or kwargs.get("assistant_model") is not None
+    guesser = _guesser(model, looks_up, args, kwargs, config)
+    if asked and guesser is None:
+        return own(model, *args, **kwargs)
+    if asked:
+        kwargs = _without_guesses(model, kwargs)
     if config.stop_strings is not None:
         if kwargs.get("tokenizer") is None or model.generation_config.stop_strings is not None:
             return own(model, *args, **kwargs)
@@ -72,20 +73,51 @@ def _settings() -> set[str]:
     return set(GenerationConfig().to_dict())
 
 
-def _of_one_sequence(args: tuple[Any, ...], kwargs: dict[str, Any], config: GenerationConfig) -> bool:
+def _guesser(
+    model: nn.Module, looks_up: int | None, args: tuple[Any, ...], kwargs: dict[str, Any], config: GenerationConfig
+) -> Guesser | None:
+    """What guesses tokens for this request; None: nothing that steps of this model can verify.
+
+    Raises:
+        ValueError: `assistant_model` has another vocabulary.
+    """
+    draft = kwargs.get("assistant_model")
+    if draft is None and looks_up is None:
+        draft = getattr(model.acceleration, "draft", None)
     ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-    return config.num_return_sequences == 1 and (ids is None or len(ids) == 1)
+    if (draft is None and looks_up is None) or config.num_return_sequences > 1 or (ids is not None and len(ids) > 1):
+        return None
+    if kwargs.get("assistant_tokenizer") is not None or not _verifies(model):
+        return None
+    if draft is None:
+        return PromptLookup(min(looks_up, MOST_IN_SEQUENCE - 1), config.max_matching_ngram_size)
+    check_vocabulary(model, draft, "assistant_model")
+    return Draft(draft, MOST_IN_SEQUENCE - 1) if draft is not model and _verifies(draft) else None
+
+
+def check_vocabulary(model: nn.Module, draft: nn.Module, parameter: str) -> None:
+    """Check that a draft guesses the tokens of a model.
+
+    Raises:
+        ValueError: it has another vocabulary.
+    """
+    ours, theirs = (one.config.get_text_config().vocab_size for one in (model, draft))
+    if ours != theirs:
+        raise ValueError(
+            f"`{parameter}` has a vocabulary of {theirs} tokens, the model one of {ours}; a draft must have the same"
+        )
 
 
 def _verifies(model: nn.Module) -> bool:
     """Can steps of this model verify guessed tokens?"""
-    verifies = getattr(model.acceleration, "verifies", None)
+    verifies = getattr(getattr(model, "acceleration", None), "verifies", None)
     return verifies is not None and verifies()
 
 
-def _without_lookup(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `generate` without prompt look-up, for which transformers has another loop."""
-    kwargs = {name: value for name, value in kwargs.items() if name != "prompt_lookup_num_tokens"}
+def _without_guesses(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate` without look-up and draft, for which transformers has another loop."""
+    left_out = "prompt_lookup_num_tokens", "assistant_model"
+    kwargs = {name: value for name, value in kwargs.items() if name not in left_out}
     if (config := kwargs.get("generation_config")) is not None:
         kwargs["generation_config"] = config = copy.deepcopy(config)
         config.prompt_lookup_num_tokens = None
@@ -168,7 +200,7 @@ def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: Samplin
     """Write the text of one sequence to its end; tokens [1] is its last one. A step reads it and guesses behind it."""
     known = text.ids[0].tolist()
     while text.continues:
-        guessed = guesser.guess(known, min(MOST_IN_SEQUENCE - 1, text.left - 1)) if text.left > 1 else []
+        guessed = guesser.guess(known, text.left - 1, choice) if text.left > 1 else []
         began = time.perf_counter()
         largest = steps(torch.tensor([[known[-1], *guessed]]))
         seconds, accepted = time.perf_counter() - began, 0
