@@ -304,14 +304,17 @@ class Acceleration:
                 self._verifies = self._verifies and torch.equal(bound.step.logits[0], at_once[i])
         return self._verifies
 
-    def steps(self, cache: Any, batch: int) -> "StepsInOneCall | None":
-        """Steps behind a prompt that the model has read into a cache without padding; None: call the model instead."""
+    def steps(self, cache: Any, batch: int, tokens: int = 1) -> "StepsInOneCall | None":
+        """Steps behind a prompt that the model has read into a cache without padding; None: call the model instead.
+
+        tokens: the most tokens of one sequence that a step will read.
+        """
         hooked = self.model._forward_hooks or self.model._forward_pre_hooks
         if type(cache) is not DynamicCache or self._reader is None or self.why_not_in_one_call or hooked:
             return None
         if batch > MOST_TOKENS or roomy(self._reader.decoder, cache, batch, 1) is None:
             return None
-        return StepsInOneCall(self, cache, batch)
+        return StepsInOneCall(self, cache, batch, tokens)
 
     def padded_steps(self, cache: Any, mask: Tensor | None, positions: Tensor) -> None:
         """Steps behind sequences that begin at different positions: there are none but calls of the model."""
@@ -363,12 +366,12 @@ class Acceleration:
         self._in_parts[batch](ids, cache, at.contiguous())
         return self._in_parts[batch].logits
 
-    def _step(self, rooms: list[LayerRoom], batch: int) -> _Bound:
-        """The step for these rooms; the step of the last cache is kept."""
+    def _step(self, rooms: list[LayerRoom], tokens: int) -> _Bound:
+        """The step for these rooms and so many tokens or more; the step of the last cache is kept."""
         key = rooms[0].keys.data_ptr()
         bound = self._bound.get(key)
-        if bound is None or any(a is not b for a, b in zip(bound.rooms, rooms, strict=True)):
-            tokens = MOST_IN_SEQUENCE if batch == 1 else batch
+        other = bound is None or bound.step.step.program.tokens < tokens
+        if other or any(a is not b for a, b in zip(bound.rooms, rooms, strict=True)):
             self._bound = {key: _Bound(rooms, step_of(self._reader.decoder, rooms, tokens))}
         return self._bound[key]
 
@@ -376,20 +379,20 @@ class Acceleration:
 class StepsInOneCall:
     """Steps of decoding, each in one call of C++, in the cache that `generate` has made."""
 
-    def __init__(self, acceleration: Acceleration, cache: DynamicCache, batch: int) -> None:
-        self._acceleration, self._cache, self._batch = acceleration, cache, batch
+    def __init__(self, acceleration: Acceleration, cache: DynamicCache, batch: int, tokens: int) -> None:
+        self._acceleration, self._cache, self._batch, self._tokens = acceleration, cache, batch, max(batch, tokens)
         self._slot, self._room = cache.get_seq_length(), 0
 
     def __call__(self, tokens: Tensor) -> Tensor | None:
         """Read one more token per sequence, int64 [batch, 1]; returns those with the largest logits [batch, 1], or None
-        if equal logits may hide which tokens transformers would take. Of one sequence, up to `MOST_IN_SEQUENCE` tokens
-        [1, n] can be read; returns those [n, 1] behind each."""
+        if equal logits may hide which tokens transformers would take. Of one sequence, several tokens [1, n] can be
+        read, as many as were announced; returns those [n, 1] behind each."""
         count = tokens.shape[1]
         if self._slot + count > self._room:
             self.finish()
             decoder = self._acceleration._reader.decoder
             rooms = roomy(decoder, self._cache, self._batch, count)
-            self._bound, self._room = self._acceleration._step(rooms, self._batch), rooms[0].keys.shape[2]
+            self._bound, self._room = self._acceleration._step(rooms, self._tokens), rooms[0].keys.shape[2]
         largest = self._bound.run(tokens, self._slot)
         self._slot += count
         return None if self._bound.step.cap else largest

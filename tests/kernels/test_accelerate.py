@@ -47,7 +47,7 @@ def test_steps_of_one_sequence_read_several_tokens_and_are_cut_back(tiny, archit
     for counts in ([1] * 60, [16, 3, 1, 16, 8, 16]):
         cache = DynamicCache(config=model.config)
         model(prompt, past_key_values=cache)
-        steps, at, found = model.acceleration.steps(cache, 1), 0, []
+        steps, at, found = model.acceleration.steps(cache, 1, max(counts)), 0, []
         for count in counts:
             if count == 3:  # tokens that are removed again
                 steps(more_ids[:, :5] + 1)

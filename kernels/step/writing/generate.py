@@ -177,7 +177,8 @@ def decode(
     kept = bool(returns and config.output_scores), bool(returns and config.output_logits)
     choice = choice_of(logits_processor, config.do_sample, *kept)
     text = _Text(input_ids, stopping_criteria, config._pad_token_tensor, streamer)
-    steps = _steps(model, cache, len(input_ids), mask, positions) or Calls(model, cache, mask, positions)
+    several = () if guesser is None else (MOST_IN_SEQUENCE,)
+    steps = _steps(model, cache, len(input_ids), mask, positions, *several) or Calls(model, cache, mask, positions)
     try:
         tokens = text.append(choice(text.ids, logits), choice.scores)
         if guesser is not None and hasattr(steps, "cut"):
@@ -217,10 +218,15 @@ def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: Samplin
         guesser.note(accepted, seconds)
 
 
-def _steps(model: nn.Module, cache: Any, batch: int, mask: Tensor | None, positions: Tensor | None) -> Any:
-    """Fast steps behind a prompt with this mask and these positions, [batch, tokens]; None: there are none."""
+def _steps(
+    model: nn.Module, cache: Any, batch: int, mask: Tensor | None, positions: Tensor | None, *several: int
+) -> Any:
+    """Fast steps behind a prompt with this mask and these positions, [batch, tokens]; None: there are none.
+
+    several: the most tokens of one sequence that a step will read, if that is not one.
+    """
     if mask is None and (positions is None or bool((positions[:, -1] == cache.get_seq_length() - 1).all())):
-        return model.acceleration.steps(cache, batch)
+        return model.acceleration.steps(cache, batch, *several)
     if positions is not None and getattr(cache, "knows_padding", False):
         return model.acceleration.padded_steps(cache, mask, positions)
     return None

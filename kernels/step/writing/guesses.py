@@ -207,7 +207,7 @@ class Draft:
         if self._steps is not None:
             self._steps.finish()
         self._model(torch.tensor([text[self._read : -1]]), past_key_values=self._cache, logits_to_keep=1)
-        self._steps, self._read = self._model.acceleration.steps(self._cache, 1), len(text) - 1
+        self._steps, self._read = self._model.acceleration.steps(self._cache, 1, BY_STEPS), len(text) - 1
         return self._steps is not None
 
     def _next(self, largest: Tensor | None, choice: SamplingChoice) -> Any:
