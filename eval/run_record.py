@@ -58,7 +58,7 @@ def record(
         cache: results for compressed caches.
         others: the results of the other scored models, by their names in the scores.
         measured: other measurements by their keys in the record: `tasks`, `generation`, `speed_grid`, `efficiency`,
-            `cost`; each has `metrics`, which become scores, and `found()`; None if there is no measurement.
+            `cost`, `lossless`; each has `metrics`, which become scores, and `found()`; None if there is no measurement.
     """
     results = {"compressed": result, **(others or {})}
     used = _merged(*(one.kernels for one in results.values()), scores.kernels)

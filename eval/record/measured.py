@@ -163,6 +163,46 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class GuessedTokens:
+    """A model as a draft of the baseline. acceptance: share of the baseline's greedy tokens that are the draft's
+    likeliest ones; its standard error is over the texts. lengths: by number of guesses per step, the mean number of
+    accepted ones."""
+
+    acceptance: float | None
+    acceptance_stderr: float | None
+    tokens: int | None
+    lengths: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GuessingSpeed:
+    """The baseline writing a kind of text in one way: "plain", "look-up", or with a draft of this name.
+
+    tokens_per_s: with the time of the prompts, median over the rounds. ratio: to plain decoding in the same round,
+    median. spread: relative difference that chance makes, from plain decoding timed twice. same: were all texts those
+    of plain decoding?
+    """
+
+    kind: str
+    way: str
+    tokens_per_s: float | None
+    ratio: float | None
+    spread: float | None
+    same: bool | None
+
+
+@dataclass(frozen=True)
+class Lossless:
+    """Guesses that the baseline verifies; the record's `lossless`. why_not: why nothing was timed."""
+
+    new_tokens: int | None
+    rounds: int | None
+    drafts: dict[str, GuessedTokens]
+    speeds: tuple[GuessingSpeed, ...]
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
 class CacheAnswers:
     """Answers of one variant of the cache to one task: a number for each sample; kl_by_token: means."""
 

@@ -9,6 +9,7 @@ METRICS = (
     ("perplexity_", "Perplexity", "", -1),
     ("kl_", "KL to the baseline", "nats per token", -1),
     ("top1_agreement_", "Same most likely token", "%", 1),
+    ("guess_acceptance", "The baseline's tokens that it guesses", "%", 1),
     ("acc_", "Accuracy", "%", 1),
     ("acc_norm_", "Accuracy, by length", "%", 1),
     ("acc_mutual_info_", "Accuracy, by mutual information", "%", 1),

@@ -20,7 +20,7 @@ from eval.record.compression import (
     Magnitudes,
     RecoveryRecord,
 )
-from eval.record.measured import Bench, CacheMeasurements, Generation, Sample, Tasks
+from eval.record.measured import Bench, CacheMeasurements, Generation, Lossless, Sample, Tasks
 from eval.record.reading import row
 from eval.record.search import SearchRecord
 from eval.record.speed import Cost, Measure, Speed, SpeedGrid
@@ -170,6 +170,7 @@ class RunRecord:
     provenance: Provenance
     tasks: Tasks
     generation: Generation
+    lossless: Lossless | None
     speed_grid: SpeedGrid
     efficiency: dict[str, dict[str, Measure]]
     cost: Cost

@@ -31,7 +31,7 @@ Its shape (more keys are welcome, these keep their names):
     samples      [{prompt, texts, first_difference}]
     notes        [necessary information for readers: emulated parts, measurements that were not possible, and reasons]
     kernels      {op: implementation that ran}
-    tasks, generation, speed_grid, efficiency, cost    only if requested (`eval.record.measured`)
+    tasks, generation, speed_grid, efficiency, cost, lossless    only if requested (`eval.record.measured`)
     bench        in the record of a kernel benchmark: the results of `kernels.harness.validate` (its docstring has the
                  shape); recipe and layers are then empty, and model, calibration and scores are null
     provenance   commit, dirty, versions, hardware, threads, device, dtype, flags, command

@@ -82,6 +82,7 @@ def write(
     new_tokens: int,
     processors: Sequence[LogitsProcessor] = (),
     streamer: BaseStreamer | None = None,
+    look_up: int | None = None,
 ) -> list[Written]:
     """A model's continuation of ids [rows, n] without padding: always the token with the highest score.
 
@@ -92,6 +93,7 @@ def write(
     Args:
         ends: tokens that end a text; if empty, all rows have `new_tokens`.
         streamer: is given the prompt, and then the tokens as they are written.
+        look_up: number of tokens that are looked up in the text at a time, as guesses that the model verifies.
     """
     ids = ids.to(next(model.parameters()).device)
     plain = GenerationConfig(
@@ -101,6 +103,7 @@ def write(
         use_cache=True,
         eos_token_id=list(ends) or None,
         pad_token_id=ends[0] if ends else None,
+        prompt_lookup_num_tokens=look_up,
     )
     own = model.generation_config
     model.generation_config = plain  # `generate` fills None values of the given configuration from the model's

@@ -563,7 +563,7 @@ void some_rows(const workbench::Stored& s, const workbench::Operand& x, int64_t 
   w.pieces = s.pieces;
   w.groups = s.groups * s.pieces;
   w.group_units = w.units_per_row / w.groups;
-  const Tokens t{static_cast<const uint32_t*>(x.items), w.units_per_row * loops.items, x.sums, x.multiples, x.totals};
+  const Tokens t{static_cast<const uint32_t*>(x.items), w.units_per_row * loops.items, x.sums, x.multiples, x.totals, x.alike};
   const Output to{y, Kind::float32, s.out};
   for (int64_t p = begin / ROWS; p * ROWS < end; p++) loops.few(w, t, x.tokens, p, to);
 }

@@ -135,7 +135,7 @@ void DecodeStep::products(int64_t from, int64_t to, const std::vector<int64_t>& 
   int64_t size = 0;
   for (int64_t i : weights) {
     p.weights.push_back(weights_.at(i).get());
-    size += p.weights.back()->stored.out * tokens_;
+    size += p.weights.back()->stored.out * most_;
   }
   p.in = p.weights.at(0)->stored.in;
   for (const Weight* w : p.weights) TORCH_CHECK(w->stored.in == p.in, "weights of one input have its columns");
@@ -156,8 +156,10 @@ void DecodeStep::attend(std::vector<int64_t> sizes, double scale, double softcap
   Attend a{sizes.at(0), sizes.at(1), sizes.at(2), sizes.at(3), sizes.at(4), cos.size(1), float(scale), float(softcap), keys, values, length,
            cos, sin, norm_of(query, eps), norm_of(key, eps)};
   const auto type = bfloat16_ ? at::kBFloat16 : at::kHalf;
+  if (!sequences_) sequences_ = keys.size(0);
+  TORCH_CHECK(sequences_ == 1 || sequences_ == most_, "the cache ", keys.sizes(), " is neither of ", most_, " sequences nor of one");
   for (const at::Tensor& t : {keys, values})
-    TORCH_CHECK(t.dim() == 4 && t.size(0) == tokens_ && t.size(1) == a.kv_heads && t.size(3) == a.channels && t.stride(3) == 1 &&
+    TORCH_CHECK(t.dim() == 4 && t.size(0) == sequences_ && t.size(1) == a.kv_heads && t.size(3) == a.channels && t.stride(3) == 1 &&
                     t.scalar_type() == type && t.size(2) == keys.size(2), "the cache ", t.sizes(), " does not fit");
   TORCH_CHECK(a.heads % a.kv_heads == 0 && length.scalar_type() == at::kLong && length.numel() == 1 && a.turned % 2 == 0 &&
                   a.turned <= a.channels && cos.is_contiguous() && sin.is_contiguous() && cos.scalar_type() == at::kFloat &&
@@ -177,39 +179,42 @@ void DecodeStep::prepare(int shares) {
   own_.clear();
   for (int i = 0; i < shares; i++) {
     auto own = std::make_unique<Own>();
-    const int64_t room = tokens_ * widest_ + LINE;
-    own->residual.make(tokens_ * hidden_ + LINE);
+    const int64_t room = most_ * widest_ + LINE;
+    own->residual.make(most_ * hidden_ + LINE);
     for (auto* r : {&own->x, &own->values, &own->mixed}) r->make(room);
     if (!changes_.empty())
       for (auto* r : {&own->changed, &own->spare, &own->changed_values}) r->make(room);
     own->bits.make(room), own->changed_bits.make(room), own->spare_bits.make(widest_ + LINE);
-    own->sums.make(tokens_ * groups_), own->multiples.make(tokens_ * groups_), own->totals.make(tokens_ * groups_);
+    own->sums.make(most_ * groups_), own->multiples.make(most_ * groups_), own->totals.make(most_ * groups_);
     own->integers.make(room / 2);
     own->q.make(rows_ * stride_ + 2 * stride_), own->q_bits.make(rows_ * stride_ + LINE);
     own->scratch.make(std::max(rows_ * SPAN_POSITIONS, stride_) + LINE);
     own_.push_back(std::move(own));
   }
-  best_.resize(shares * tokens_);
+  best_.resize(shares * most_);
 }
 
 // The positions of all heads, in order, are cut into equal shares, and the shares into pieces of one head.
 Plan DecodeStep::plan(const Attend& a, int64_t position, int shares) const {
   Plan plan;
-  const int64_t first = a.window > 0 ? std::max<int64_t>(0, position + 1 - a.window) : 0, n = position + 1 - first;
-  const int64_t heads = tokens_ * a.kv_heads, total = heads * n;
   plan.heads.push_back(0);
-  int64_t head = 0;
-  for (int s = 0; s < shares; s++) {
-    plan.shares.push_back(int64_t(plan.pieces.size()));
-    const int64_t end = total * (s + 1) / shares;
-    for (int64_t at = total * s / shares, to; at < end; at = to) {
-      to = std::min({end, (head + 1) * n, at + SPAN_POSITIONS});
-      const bool last = to == (head + 1) * n;
-      plan.pieces.push_back({head / a.kv_heads, head % a.kv_heads, first + at - head * n, first + to - head * n, last});
-      if (last) head++, plan.heads.push_back(int64_t(plan.pieces.size()));
+  const int64_t heads = tokens_ / in_sequence() * a.kv_heads;
+  for (int64_t token = 0; token < in_sequence(); token++, position++) {
+    const int64_t first = a.window > 0 ? std::max<int64_t>(0, position + 1 - a.window) : 0, n = position + 1 - first;
+    const int64_t total = heads * n;
+    int64_t head = 0;
+    for (int s = 0; s < shares; s++) {
+      plan.shares.push_back(int64_t(plan.pieces.size()));
+      const int64_t end = total * (s + 1) / shares;
+      for (int64_t at = total * s / shares, to; at < end; at = to) {
+        to = std::min({end, (head + 1) * n, at + SPAN_POSITIONS});
+        const bool last = to == (head + 1) * n;
+        plan.pieces.push_back({token + head / a.kv_heads, head % a.kv_heads, first + at - head * n, first + to - head * n, last});
+        if (last) head++, plan.heads.push_back(int64_t(plan.pieces.size()));
+      }
     }
+    plan.shares.push_back(int64_t(plan.pieces.size()));
   }
-  plan.shares.push_back(int64_t(plan.pieces.size()));
   return plan;
 }
 
@@ -220,7 +225,7 @@ void DecodeStep::hand_over(std::vector<int64_t> sizes, int64_t rotation, double 
   a.from = sizes.at(0), a.heads = sizes.at(1), a.kv_heads = sizes.at(2), a.channels = sizes.at(3);
   a.scale = float(scale), a.softcap = float(softcap), a.query = norm_of(query, eps), a.key = norm_of(key, eps);
   const int64_t count = sizes_.at(a.from);
-  TORCH_CHECK(a.kv_heads > 0 && a.heads % a.kv_heads == 0 && count == tokens_ * (a.heads + 2 * a.kv_heads) * a.channels &&
+  TORCH_CHECK(a.kv_heads > 0 && a.heads % a.kv_heads == 0 && count == most_ * (a.heads + 2 * a.kv_heads) * a.channels &&
                   changes_.at(rotation).signs.numel() == a.channels,
               "attention: ", a.heads, " and ", a.kv_heads, " heads of ", a.channels, " channels do not fit");
   widest_ = std::max(widest_, a.heads * a.channels);
@@ -229,8 +234,10 @@ void DecodeStep::hand_over(std::vector<int64_t> sizes, int64_t rotation, double 
 }
 
 void DecodeStep::start(const at::Tensor& ids, const Maybe& hidden) {
-  TORCH_CHECK(ids.scalar_type() == at::kLong && ids.numel() == tokens_ && ids.is_contiguous(), "`ids` ", ids.sizes(), " ",
-              ids.scalar_type(), " must be ", tokens_, " numbers");
+  TORCH_CHECK(ids.scalar_type() == at::kLong && ids.is_contiguous() &&
+                  (ids.numel() == most_ || (sequences_ == 1 && ids.numel() > 0 && ids.numel() < most_)),
+              "`ids` ", ids.sizes(), " ", ids.scalar_type(), " must be ", most_, sequences_ == 1 ? " numbers or fewer" : " numbers");
+  tokens_ = ids.numel();
   TORCH_CHECK(!stages_.empty() && std::holds_alternative<Products>(stages_.back()), "a program ends with the head's product");
   TORCH_CHECK(hidden ? hidden->scalar_type() == at::kFloat && hidden->is_contiguous() && hidden->numel() == tokens_ * hidden_
                      : embedding_ != nullptr, "a hidden state (float32) is needed where there is no embedding");
@@ -282,8 +289,8 @@ at::Tensor DecodeStep::run(const at::Tensor& ids, int64_t position, const Maybe&
     const Attend* a = std::get_if<Attend>(&stages_[i]);
     if (!a) continue;
     const int64_t slot = *a->length.const_data_ptr<int64_t>();
-    TORCH_CHECK(slot == position && position >= 0 && position < a->keys.size(2) && position < a->cos.size(0), "`position` (=", position,
-                ") must be the number of positions in the cache (=", slot, "), which has room for ", a->keys.size(2));
+    TORCH_CHECK(slot == position && position >= 0 && position + in_sequence() <= std::min(a->keys.size(2), a->cos.size(0)), "`position` (=",
+                position, ") must be the number of positions in the cache (=", slot, "), which has room for ", a->keys.size(2));
     const std::pair<int64_t, int64_t> key{a->window, a->kv_heads};
     const auto found = std::find(known.begin(), known.end(), key);
     plan_of_[i] = int(found - known.begin());
@@ -296,7 +303,7 @@ at::Tensor DecodeStep::run(const at::Tensor& ids, int64_t position, const Maybe&
   for (auto& own : own_) own->weights.make(pieces);
   work_all(shares, 0, stages_.size());
   for (auto& stage : stages_)
-    if (auto* a = std::get_if<Attend>(&stage)) ++*a->length.mutable_data_ptr<int64_t>();
+    if (auto* a = std::get_if<Attend>(&stage)) *a->length.mutable_data_ptr<int64_t>() += in_sequence();
   return chosen(shares);
 }
 

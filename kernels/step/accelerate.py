@@ -23,9 +23,9 @@ from kernels.step.decoder import ACCELERATION, NotNative, recognise, state_of
 from kernels.step.forward import DecoderForward, NativePrompt, native_prompt
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.in_parts import StepInParts
-from kernels.step.native import MOST_TOKENS
+from kernels.step.native import MOST_IN_SEQUENCE, MOST_TOKENS
 from kernels.step.outputs import check_outputs
-from kernels.step.writing.generate import generate
+from kernels.step.writing.generate import check_vocabulary, generate
 from kernels.support.deploy import cast
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,7 +35,9 @@ MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logi
 TRIED = 16  # tokens of the prompt whose logits are compared with the model's
 
 
-def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat16) -> nn.Module:
+def accelerate(
+    model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat16, draft: nn.Module | None = None
+) -> nn.Module:
     """Make `model.generate` fast, compressed or not, in place; on a CPU also calls of the model with a cache.
 
     On a GPU, each step of decoding is replayed as one CUDA graph (`kernels.step.gpu`), captured when a batch size is
@@ -57,13 +59,36 @@ def accelerate(model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat1
             in inference mode, so that these do not show: call `model.acceleration.remove()`, which undoes the change,
             before them.
         dtype: the dtype to cast the model to: torch.bfloat16, torch.float16 or their names; None: no cast.
+        draft: a smaller model with the same vocabulary, such as the compressed model, which guesses tokens of single
+            texts that this model verifies, several in a step, on a CPU: the texts stay the same, and take less time
+            where the draft guesses well. It is accelerated, too, and replaces an earlier draft.
 
     Returns:
         the model
 
     Raises:
-        ValueError: another dtype, or `model` is not a model of transformers.
+        ValueError: another dtype, `model` is not a model of transformers, or `draft` has another vocabulary, is the
+            model itself, or cannot guess on this device.
     """
+    model = _accelerated(model, dtype)
+    if draft is not None:
+        _set_draft(model, draft)
+    return model
+
+
+def _set_draft(model: nn.Module, draft: nn.Module) -> None:
+    if not isinstance(draft, PreTrainedModel):
+        raise ValueError(f"`draft` ({type(draft).__name__}) must be a model of transformers")
+    check_vocabulary(model, draft, "draft")
+    if draft is model or "cuda" in (model.device.type, draft.device.type):
+        why = "is the model itself" if draft is model else f"is on {draft.device}, and the model on {model.device}"
+        raise ValueError(f"`draft` {why}; it must be another model, and both on a CPU")
+    _accelerated(draft, model.dtype if model.dtype in DTYPES.values() else None)
+    if (acceleration := getattr(model, ACCELERATION, None)) is not None:
+        acceleration.draft = draft
+
+
+def _accelerated(model: nn.Module, dtype: torch.dtype | str | None) -> nn.Module:
     dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype not in (None, *DTYPES.values()):
         raise ValueError(f"`dtype` (={dtype!r}) must be torch.bfloat16, torch.float16 or None")
@@ -115,12 +140,13 @@ class _Bound:
     held: int = -1
 
     def run(self, ids: Tensor, slot: int) -> Tensor:
-        """Read the tokens ids [batch, 1] at position `slot`; returns the tokens with the largest logits [batch, 1]."""
+        """Read the tokens ids [batch, 1] at position `slot`; returns the tokens with the largest logits [batch, 1]. Of
+        one sequence several can be read, ids [1, n]; returns the tokens [n, 1] behind each."""
         for room in self.rooms if self.held != slot else ():
             room.length.fill_(slot)
         self.held = -1  # a step that is interrupted leaves the rooms' lengths unknown
-        largest = self.step.at(ids, slot)
-        self.held = slot + 1
+        largest = self.step.at(ids if ids.shape[1] == 1 else ids.t().contiguous(), slot)
+        self.held = slot + ids.shape[1]
         return largest
 
 
@@ -131,15 +157,18 @@ class Acceleration:
     Attributes:
         why_not_in_one_call: why single tokens run op by op; "" if they run in one call.
         why_not: why the model's own code has run since the model was changed; "" if the fast path runs.
+        draft: guesses tokens of texts where `generate` is given nothing else that does; or None.
     """
 
     model: nn.Module
     why_not_in_one_call: str = ""
     why_not: str = ""
+    draft: nn.Module | None = None
     _state: tuple[Any, ...] | None = None  # the model's `state_of` when the reader was made
     _reader: DecoderForward | None = None
     _bound: dict[int, _Bound] = field(default_factory=dict)
     _in_parts: dict[int, StepInParts] = field(default_factory=dict)  # by number of sequences
+    _verifies: bool | None = None  # whether several tokens in one step get the logits of steps of one; None: not known
 
     def __repr__(self) -> str:
         if self.why_not:
@@ -148,7 +177,8 @@ class Acceleration:
         return f"prompts by {native.isa(self.model.dtype, True)}, steps {how}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Acceleration":
-        return Acceleration(memo.get(id(self.model), self.model), self.why_not_in_one_call)  # assembled when first used
+        model = memo.get(id(self.model), self.model)
+        return Acceleration(model, self.why_not_in_one_call, draft=self.draft)  # assembled when first used
 
     def take_over(self) -> None:
         """Take the place of the model's `forward` and `generate`."""
@@ -163,6 +193,7 @@ class Acceleration:
 
     def _forget(self) -> None:
         self._reader, self._bound, self._in_parts, self._state, self.why_not = None, {}, {}, None, ""
+        self._verifies = None
 
     @torch.no_grad()
     def assemble(self) -> None:
@@ -255,14 +286,35 @@ class Acceleration:
         """Takes the place of the model's `generate`; the same arguments and outputs, with a fast decoding loop."""
         return generate(self.model, *args, **kwargs)
 
-    def steps(self, cache: Any, batch: int) -> "StepsInOneCall | None":
-        """Steps behind a prompt that the model has read into a cache without padding; None: call the model instead."""
+    @torch.no_grad()
+    def verifies(self) -> bool:
+        """Can steps of one sequence verify guessed tokens? Several tokens in one step must get the logits of steps of
+        one token each, bit by bit; this is tried once with this model on this machine."""
+        if not self._ready() or self.why_not_in_one_call:
+            return False
+        if self._verifies is None:
+            decoder, ids = self._reader.decoder, torch.arange(MOST_IN_SEQUENCE)[None] * 7919
+            ids = ids % self.model.get_input_embeddings().num_embeddings
+            rooms = roomy(decoder, DynamicCache(), 1, MOST_IN_SEQUENCE)
+            bound = _Bound(rooms, step_of(decoder, rooms, MOST_IN_SEQUENCE))
+            bound.run(ids, 0)
+            at_once, self._verifies = bound.step.logits.clone(), True
+            for i in range(MOST_IN_SEQUENCE):
+                bound.run(ids[:, [i]], i)
+                self._verifies = self._verifies and torch.equal(bound.step.logits[0], at_once[i])
+        return self._verifies
+
+    def steps(self, cache: Any, batch: int, tokens: int = 1) -> "StepsInOneCall | None":
+        """Steps behind a prompt that the model has read into a cache without padding; None: call the model instead.
+
+        tokens: the most tokens of one sequence that a step will read.
+        """
         hooked = self.model._forward_hooks or self.model._forward_pre_hooks
         if type(cache) is not DynamicCache or self._reader is None or self.why_not_in_one_call or hooked:
             return None
         if batch > MOST_TOKENS or roomy(self._reader.decoder, cache, batch, 1) is None:
             return None
-        return StepsInOneCall(self, cache, batch)
+        return StepsInOneCall(self, cache, batch, tokens)
 
     def padded_steps(self, cache: Any, mask: Tensor | None, positions: Tensor) -> None:
         """Steps behind sequences that begin at different positions: there are none but calls of the model."""
@@ -314,37 +366,45 @@ class Acceleration:
         self._in_parts[batch](ids, cache, at.contiguous())
         return self._in_parts[batch].logits
 
-    def _step(self, rooms: list[LayerRoom], batch: int) -> _Bound:
-        """The step for these rooms; the step of the last cache is kept."""
+    def _step(self, rooms: list[LayerRoom], tokens: int) -> _Bound:
+        """The step for these rooms and so many tokens or more; the step of the last cache is kept."""
         key = rooms[0].keys.data_ptr()
         bound = self._bound.get(key)
-        if bound is None or any(a is not b for a, b in zip(bound.rooms, rooms, strict=True)):
-            self._bound = {key: _Bound(rooms, step_of(self._reader.decoder, rooms, batch))}
+        other = bound is None or bound.step.step.program.tokens < tokens
+        if other or any(a is not b for a, b in zip(bound.rooms, rooms, strict=True)):
+            self._bound = {key: _Bound(rooms, step_of(self._reader.decoder, rooms, tokens))}
         return self._bound[key]
 
 
 class StepsInOneCall:
     """Steps of decoding, each in one call of C++, in the cache that `generate` has made."""
 
-    def __init__(self, acceleration: Acceleration, cache: DynamicCache, batch: int) -> None:
-        self._acceleration, self._cache, self._batch = acceleration, cache, batch
+    def __init__(self, acceleration: Acceleration, cache: DynamicCache, batch: int, tokens: int) -> None:
+        self._acceleration, self._cache, self._batch, self._tokens = acceleration, cache, batch, max(batch, tokens)
         self._slot, self._room = cache.get_seq_length(), 0
 
     def __call__(self, tokens: Tensor) -> Tensor | None:
         """Read one more token per sequence, int64 [batch, 1]; returns those with the largest logits [batch, 1], or None
-        if equal logits may hide which tokens transformers would take."""
-        if self._slot >= self._room:
+        if equal logits may hide which tokens transformers would take. Of one sequence, several tokens [1, n] can be
+        read, as many as were announced; returns those [n, 1] behind each."""
+        count = tokens.shape[1]
+        if self._slot + count > self._room:
             self.finish()
             decoder = self._acceleration._reader.decoder
-            rooms = roomy(decoder, self._cache, self._batch, 1)
-            self._bound, self._room = self._acceleration._step(rooms, self._batch), rooms[0].keys.shape[2]
+            rooms = roomy(decoder, self._cache, self._batch, count)
+            self._bound, self._room = self._acceleration._step(rooms, self._tokens), rooms[0].keys.shape[2]
         largest = self._bound.run(tokens, self._slot)
-        self._slot += 1
+        self._slot += count
         return None if self._bound.step.cap else largest
+
+    def cut(self, count: int) -> None:
+        """Take the last `count` positions out of the cache."""
+        self._slot -= count
 
     @property
     def logits(self) -> Tensor:
-        """Of the last step, float32 [batch, vocabulary], rounded as the model's; valid until the next step."""
+        """Of the last step, float32 [batch, vocabulary] or of each token of one sequence [n, vocabulary], rounded as
+        the model's; valid until the next step."""
         logits = self._bound.step.logits
         return logits.to(self._acceleration.model.dtype).float() if self._bound.step.cap else logits
 

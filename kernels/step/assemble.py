@@ -32,7 +32,8 @@ MOST = 0.3
 
 @dataclass
 class NativeStep:
-    """A step of decoding: (tokens [batch, 1], positions [1, 1]) -> the next tokens [batch, 1].
+    """A step of decoding: (tokens [batch, 1], positions [1, 1]) -> the next tokens [batch, 1]. Of one sequence, several
+    tokens [n, 1] can be read in one step, which gives the next token behind each.
 
     Attributes:
         cap: soft cap of the logits, cap * tanh(logit / cap), or 0 for none; the largest logit stays the largest.
@@ -48,7 +49,8 @@ class NativeStep:
         return self.at(tokens, int(positions[0, -1]))
 
     def at(self, tokens: Tensor, position: int) -> Tensor:
-        """The next tokens [batch, 1] behind tokens [batch, 1] at a position."""
+        """The next tokens [batch, 1] behind tokens [batch, 1] at a position; of one sequence, those [n, 1] behind each
+        of tokens [n, 1], the first at the position."""
         hidden = None if self.embedding is None else self.embedding(tokens).float().flatten(0, 1)
         return self.step(tokens, position, hidden)
 
@@ -88,7 +90,7 @@ def native_step(
 
 
 def step_of(decoder: Decoder, rooms: Sequence[LayerRoom], tokens: int) -> NativeStep:
-    """A decoder's step for `tokens` sequences, not yet compared with the model.
+    """A decoder's step for `tokens` sequences, or for up to so many tokens of one, not yet compared with the model.
 
     Raises:
         NotNative: an unknown format or cache.
@@ -111,12 +113,13 @@ def program_of(decoder: Decoder, rooms: Sequence[LayerRoom] | None, tokens: int)
     """The program of a decoder's step, and the embedding module if the program cannot look it up.
 
     Args:
-        rooms: one for each block; None: the cache computes the attention. tokens: number of sequences.
+        rooms: one for each block; None: the cache computes the attention. tokens: number of sequences, or the largest
+            number of tokens of the rooms' only sequence.
 
     Raises:
         NotNative: there is no program for this decoder or format.
     """
-    if reason := why_not(decoder.dtype, tokens):
+    if reason := why_not(decoder.dtype, tokens, tokens if rooms is None else len(rooms[0].keys)):
         raise NotNative(reason)
     if native.isa(decoder.dtype) == "portable":
         raise NotNative("the loops have no vector instructions of this processor")

@@ -13,16 +13,19 @@ from kernels.step.cache_view import CacheView
 from kernels.step.program import ACTIVATIONS, Attention, CacheAttention, InputChange, Norm, Products, Program, Weight
 
 RESIDUAL, ATTENDED = -1, -2  # numbers of a product's input in native/step_types.inc
-MOST_TOKENS = 8
+MOST_TOKENS = 8  # of different sequences
+MOST_IN_SEQUENCE = 16  # tokens of one sequence
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def why_not(dtype: torch.dtype, tokens: int) -> str | None:
-    """None if steps of `tokens` tokens can run here with activations of this dtype; else the reason, in one line."""
+def why_not(dtype: torch.dtype, tokens: int, sequences: int) -> str | None:
+    """None if steps of up to `tokens` tokens of so many sequences can run here with activations of this dtype; else the
+    reason, in one line."""
     if dtype not in DTYPES:
         return f"activations in {str(dtype).removeprefix('torch.')}, not in 16 bits"
-    if not 1 <= tokens <= MOST_TOKENS:
-        return f"{tokens} tokens at a time, more than {MOST_TOKENS}"
+    most = MOST_IN_SEQUENCE if sequences == 1 else MOST_TOKENS
+    if not 1 <= tokens <= most:
+        return f"{tokens} tokens at a time, more than {most}"
     return native.why_not()
 
 
@@ -40,7 +43,7 @@ class DecodeStep:
     """
 
     def __init__(self, program: Program, dtype: torch.dtype, isa: str = "auto") -> None:
-        if reason := why_not(dtype, program.tokens):
+        if reason := why_not(dtype, program.tokens, program.sequences):
             raise ValueError(f"no native step: {reason}")
         self.program = program
         self.isa = native.isa(dtype) if isa == "auto" else isa
@@ -59,11 +62,13 @@ class DecodeStep:
                 self._attention(one) if isinstance(one, Attention) else self._products(one)
 
     def __call__(self, ids: Tensor, position: int, hidden: Tensor | None = None) -> Tensor:
-        """The next token of every sequence.
+        """The next token of every sequence, or of one sequence behind each of several tokens.
 
         Args:
-            ids: int64 [tokens, 1], the last token of every sequence.
-            position: of these tokens; the number of positions in the cache.
+            ids: int64 [tokens, 1], the last token of every sequence; or, if the cache is of one sequence, its next
+                tokens, up to the program's number of tokens. The logits of each are then bit-equal to those of steps
+                with one token, so that guessed tokens can be verified.
+            position: of these tokens, or of the first; the number of positions in the cache.
             hidden: float32 [tokens, hidden], if the program has no embedding.
 
         Returns:

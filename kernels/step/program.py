@@ -142,11 +142,13 @@ class Products:
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of one token per sequence; its key and value are written into the cache first.
+    """Attention of one token per sequence, or of several tokens of one sequence, which see those before them; new keys
+    and values are written into the cache first.
 
     reads: the name of queries [tokens, heads * channels], keys and values, side by side.
-    keys, values: the cache [tokens, kv heads, positions, channels] in 16 bits; length: int64, the number of positions
-        in use, which grows by one. scale: of scores. softcap: softcap * tanh(score / softcap), or 0 for none.
+    keys, values: the cache [sequences, kv heads, positions, channels] in 16 bits; length: int64, the number of
+        positions in use, which grows by one for each token of a sequence. scale: of scores.
+    softcap: softcap * tanh(score / softcap), or 0 for none.
     window: number of positions that a token sees, itself included; 0: all.
     cos, sin: float32 [positions, rotated channels]; each channel of the first half is paired with one of the second.
     query_norm, key_norm: norm of every head before the rotation, or None.
@@ -194,6 +196,7 @@ class CacheAttention:
 class Program:
     """A decoding step.
 
+    tokens: number of sequences; or, if the cache is of one sequence, the largest number of its tokens in a step.
     embedding: rows that tokens look up, multiplied by `embedding_scale`; None: the hidden state is given.
     instructions: the last one is the head's product, which gives the logits.
     stream: transform of the residual stream after the embedding, undone before the head's norm; None: no transform.
@@ -205,3 +208,9 @@ class Program:
     instructions: tuple[Products | Attention | CacheAttention, ...]
     embedding_scale: float = 1.0
     stream: InputChange | None = None
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences of a step, which have one token each if they are several."""
+        caches = (len(one.keys) for one in self.instructions if isinstance(one, Attention))
+        return next(caches, self.tokens)

@@ -15,12 +15,18 @@ def decode_step(
 ) -> Tensor:
     """Logits [tokens, vocabulary] of one step, in float32; changes the program's cache as the native step does.
 
+    Tokens of one sequence are read one after the other.
+
     dtype: the dtype to which the inputs of products, the queries and the cache are rounded.
     """
 
     def rounded(x: Tensor) -> Tensor:
         return x.to(dtype).float()
 
+    if len(ids) > 1 and program.sequences == 1:
+        given = [None] * len(ids) if hidden is None else hidden[:, None]
+        steps = (decode_step(program, ids[[i]], position + i, dtype, given[i]) for i in range(len(ids)))
+        return torch.cat(list(steps))
     if hidden is None:
         rows = rounded(program.embedding.dequantize()[ids.flatten()])
         hidden = rounded(rows * program.embedding_scale)

@@ -1,5 +1,5 @@
 """Optional measurements of a notebook beside text and speed, chosen by its parameters: tasks, writings, grids of speed,
-efficiency, cost.
+efficiency, cost, lossless speed by guesses.
 
 A measurement that was not chosen is an `Unasked`, which a notebook shows and which is not part of the record.
 """
@@ -24,6 +24,7 @@ from eval.speed.layercast import layercast
 from eval.speed.speed_grid import check_speed_grid, measure_speed_grid
 from eval.tasks.tasks import answer_tasks, check_tasks
 from eval.writing.generation_sweep import check_generations, compare_generations
+from eval.writing.lossless import check_lossless, measure_lossless
 from kernels.harness import roofline
 from notebooks.study.run import Run
 
@@ -73,6 +74,7 @@ class Asked:
     speed_prompts: Sequence[int] = (512,)
     speed_rounds: int = 5
     efficiency: bool = False
+    lossless: bool = False
     exact: bool = False
     seed: int = 0
 
@@ -118,6 +120,11 @@ class Asked:
                 raise ValueError(re.sub(r"`(batches|prompts|rounds)`", r"`speed_\1`", str(error))) from error
         if self.efficiency:
             check_efficiency(model)
+        if self.lossless:
+            try:
+                check_lossless(model, new_tokens=self.write_tokens, rounds=self.speed_rounds)
+            except ValueError as error:  # likewise
+                raise ValueError(str(error).replace("`new_tokens`", "`write_tokens`")) from error
 
     def answers(self, models: Mapping[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> Measured:
         """Tasks, answered by every model; all samples go into the run's folder.
@@ -160,6 +167,12 @@ class Asked:
         if not self.efficiency:
             return Unasked("efficiency")
         return measure_efficiency(models, ceilings=_ceilings(device_of(models)))
+
+    def guesses(self, models: Mapping[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> Measured:
+        """The models as drafts of the baseline, and the speed of its texts by guesses."""
+        if not self.lossless:
+            return Unasked("lossless")
+        return measure_lossless(models, tokenizer, new_tokens=self.write_tokens, rounds=self.speed_rounds)
 
     def costs(self, models: Mapping[str, nn.Module], scores: Scores, speeds: Measured) -> Measured:
         """The costs of a decoded token that the machine's ceilings predict, beside the measured ones."""

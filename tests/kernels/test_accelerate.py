@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from compress.recipe import parse_recipe
 from kernels import native
 from kernels.registry import recording
+from kernels.step import accelerate as accelerated
 from kernels.step.accelerate import accelerate
 from kernels.step.between import add_norm, gated
 from kernels.step.native import MOST_TOKENS
@@ -20,8 +22,6 @@ pytestmark = pytest.mark.skipif(
 
 def logits(model, ids, mask=None, steps=6):
     """Of a prompt and some steps behind it, float32 [batch, steps + 1, vocabulary]."""
-    from transformers import DynamicCache
-
     cache, found = DynamicCache(config=model.config), []
     mask = torch.ones_like(ids) if mask is None else mask
     for _ in range(steps + 1):
@@ -34,6 +34,50 @@ def logits(model, ids, mask=None, steps=6):
 
 
 @pytest.mark.in_turns
+@torch.no_grad()
+@pytest.mark.parametrize("architecture, more", [
+    ("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 8}),
+    ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+])  # fmt: skip
+def test_steps_of_one_sequence_read_several_tokens_and_are_cut_back(tiny, architecture, more, monkeypatch):
+    """Logits are those of steps of one token, bit by bit, also where the cache grows, and behind removed positions."""
+    monkeypatch.setattr("kernels.step.cache.SPARE", 20)  # free positions
+    model = accelerate(tiny(architecture, **more).bfloat16())
+    prompt, more_ids = (torch.arange(n)[None] * 7919 % 96 for n in (12, 60))
+    rows = []
+    for counts in ([1] * 60, [16, 3, 1, 16, 8, 16]):
+        cache = DynamicCache(config=model.config)
+        model(prompt, past_key_values=cache)
+        steps, at, found = model.acceleration.steps(cache, 1, max(counts)), 0, []
+        for count in counts:
+            if count == 3:  # tokens that are removed again
+                steps(more_ids[:, :5] + 1)
+                steps.cut(5)
+            steps(more_ids[:, at : at + count])
+            found += steps.logits.clone()
+            at += count
+        steps.finish()
+        assert cache.get_seq_length() == 12 + 60 and (steps.logits.shape[0] == counts[-1])
+        rows.append((torch.stack(found), cache.layers[0].keys, cache.layers[-1].values))
+    assert all(map(torch.equal, *rows))
+    assert model.acceleration.verifies()
+
+
+@torch.no_grad()
+def test_a_step_that_rounds_in_another_way_does_not_verify(tiny, monkeypatch):
+    """As it may be with a processor or a format that nobody has tried: then nothing is guessed."""
+    model, run = accelerate(tiny("llama").bfloat16()), accelerated._Bound.run
+
+    def other(self, ids, slot):
+        largest = run(self, ids, slot)
+        if ids.shape[1] > 1:
+            self.step.step.logits[-1, 3] += 1e-3
+        return largest
+
+    monkeypatch.setattr(accelerated._Bound, "run", other)
+    assert not model.acceleration.verifies()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("batch, padded", [(1, False), (2, False), (3, True), (9, False)])
 @pytest.mark.parametrize("architecture, more", [
@@ -203,8 +247,6 @@ def test_steps_read_what_layers_lend_as_the_layers_do(tiny, architecture, recipe
 
 @torch.no_grad()
 def test_positions_may_be_ahead_of_the_cache(tiny):
-    from transformers import DynamicCache
-
     plain, fast = tiny("llama").bfloat16(), accelerate(tiny("llama").bfloat16())
     ids, at = torch.arange(12)[None] * 31 % 96, torch.arange(500, 512)[None]
     expected, found = (
@@ -239,8 +281,6 @@ def test_steps_behind_padding_and_a_compressed_cache(tiny, recipe):
 
 @torch.no_grad()
 def test_calls_that_ask_for_more_get_what_the_model_gives(tiny):
-    from transformers import DynamicCache
-
     model = accelerate(tiny("llama").bfloat16())
     ids = torch.arange(10)[None]
     assert isinstance(model(ids, past_key_values=DynamicCache(config=model.config), return_dict=False), tuple)

@@ -143,7 +143,9 @@ def test_stop_strings_and_copies():
     text = tokenizer.decode(model.generate(ids, **how)[0, ids.shape[1] :])
     stops = {"stop_strings": text[len(text) // 2 :][:3], "tokenizer": tokenizer}
     for generate in (model.generate, copy.deepcopy(model).generate):
-        assert torch.equal(generate(ids, **how, **stops), type(model).generate(model, ids, **how, **stops))
+        expected = type(model).generate(model, ids, **how, **stops)
+        assert torch.equal(generate(ids, **how, **stops), expected)
+        assert torch.equal(generate(ids, **how, **stops, prompt_lookup_num_tokens=3), expected)
     with pytest.raises(ValueError, match="tokenizer"):
         model.generate(ids, **how, stop_strings="x")
     model.acceleration.remove()

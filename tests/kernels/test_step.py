@@ -74,12 +74,13 @@ def weight(kind: str, out: int, columns: int, dtype: torch.dtype, bias: bool = F
 def decoder(kinds: dict[str, str], dtype: torch.dtype, tokens: int = 1, **settings) -> Program:
     """Two blocks of odd sizes: 48 hidden channels, 6 heads on 2, an MLP of 80, 101 words."""
     hidden, heads, kv_heads, channels, mlp, words = 48, 6, 2, settings.get("channels", 12), 80, 101
+    hidden, mlp, words = settings.get("sizes", (hidden, mlp, words))
     norm = lambda n: Norm(torch.rand(n) + 0.5, 1e-5)  # noqa: E731
     made = lambda name, out, columns: weight(kinds.get(name, "rows"), out, columns, dtype, settings.get("bias", False))  # noqa: E731
     instructions, positions = [], 700
     angles = torch.arange(positions)[:, None] * torch.rand(1, 8)
     for block in range(2):
-        cache = torch.randn(2, tokens, kv_heads, positions, channels).to(dtype)
+        cache = torch.randn(2, settings.get("sequences", tokens), kv_heads, positions, channels).to(dtype)
         instructions += [
             Products("residual", "qkv", tuple(made("qkv", n * channels, hidden) for n in (heads, kv_heads, kv_heads)),
                      before=norm(hidden), added="down" if block else None, after=norm(hidden) if block and settings.get("after") else None),
@@ -204,6 +205,70 @@ def test_kinds_of_decoders(settings, position):
     compare(decoder({}, torch.bfloat16, position=position, **settings), torch.bfloat16, position)
 
 
+MIXTURES = [
+    {},
+    {"qkv": "nibbles", "o": "bytes", "mlp": "nf4", "down": "planes3", "head": "planes2"},
+    {"qkv": "planes5", "o": "walks2", "mlp": "walks3", "down": "planes6", "head": "bytes"},
+    {"qkv": "nibbles both", "o": "walks4", "mlp": "nibbles gathered", "down": "rows half", "head": "nf4"},
+]
+
+
+def in_one_step_and_alone(program: Program, position: int, tokens: int, dtype: torch.dtype, isa: str = "auto") -> None:
+    """Logits and the cache are the same, bit by bit, whether one step reads the tokens or steps of one token each."""
+    at_once, alone = (DecodeStep(copy.deepcopy(program), dtype, isa) for _ in range(2))
+    ids = torch.arange(tokens)[:, None] * 13 % 101
+    chosen = at_once(ids, position)
+    for i in range(tokens):
+        assert torch.equal(alone(ids[[i]], position + i), chosen[[i]])
+        assert torch.equal(alone.logits[0], at_once.logits[i]), f"token {i} of {tokens}"
+    for one, other in zip(at_once.program.instructions, alone.program.instructions, strict=True):
+        if isinstance(one, Attention):
+            assert int(one.length) == position + tokens and torch.equal(one.length, other.length)
+            assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+
+
+@pytest.mark.parametrize("isa", native.ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kinds", MIXTURES)
+def test_tokens_of_one_sequence_get_the_logits_of_steps_of_one_token(isa, dtype, kinds):
+    if not native.runs(isa) or (isa.endswith("bf16") and dtype == torch.float16):
+        pytest.skip(f"no {isa} for {dtype} here")
+    # Spans of a head end at 256. Sizes are such that another order of sums shows in spite of the rounding to 16 bits.
+    program = decoder(kinds, dtype, 16, sequences=1, bias=True, position=253, sizes=(768, 640, 2001))
+    for tokens in (2, 3, 7, 8, 16):
+        in_one_step_and_alone(program, 253, tokens, dtype, isa)
+
+
+@pytest.mark.skipif(not integer_dots(torch.empty(0, dtype=torch.int8)), reason="no AVX512-VNNI")
+def test_tokens_of_one_sequence_by_int8():
+    kinds = {"qkv": "int8", "o": "int8static", "mlp": "int8", "down": "int8", "head": "rows"}
+    program = decoder(kinds, torch.bfloat16, 16, sequences=1, bias=True, position=3, sizes=(768, 640, 2001))
+    for tokens in (3, 16):
+        in_one_step_and_alone(program, 3, tokens, torch.bfloat16)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(
+    "settings", [{"head_norms": True, "after": True}, {"window": 5}, {"window": 300, "softcap": 2.0}]
+)
+def test_tokens_of_one_sequence_in_kinds_of_decoders(threads, settings):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for position in (0, 1, 297):
+            program = decoder({}, torch.bfloat16, 9, sequences=1, position=position, **settings)
+            in_one_step_and_alone(program, position, 5, torch.bfloat16)
+            ids = torch.arange(9)[:, None]
+            step, expected = (
+                DecodeStep(copy.deepcopy(program), torch.bfloat16),
+                decode_step(program, ids, position, torch.bfloat16),
+            )
+            step(ids, position)
+            assert (step.logits - expected).norm() < 0.01 * expected.norm()
+    finally:
+        torch.set_num_threads(before)
+
+
 def stopping(program: Program) -> Program:
     """The program, which hands over in the place of every attention."""
 
@@ -262,6 +327,15 @@ def test_programs_that_cannot_run_are_refused():
     full = decoder({}, torch.bfloat16, position=700)
     with pytest.raises(RuntimeError, match="room for 700"):
         DecodeStep(full, torch.bfloat16)(torch.tensor([[1]]), 700)
+    sequence = DecodeStep(decoder({}, torch.bfloat16, 4, sequences=1, position=697), torch.bfloat16)
+    with pytest.raises(RuntimeError, match="room for 700"):
+        sequence(torch.zeros(4, 1, dtype=torch.int64), 697)
+    with pytest.raises(RuntimeError, match="must be 4 numbers or fewer"):
+        sequence(torch.zeros(5, 1, dtype=torch.int64), 697)
+    with pytest.raises(RuntimeError, match="neither of 4 sequences nor of one"):
+        DecodeStep(decoder({}, torch.bfloat16, 4, sequences=2, position=7), torch.bfloat16)
+    with pytest.raises(ValueError, match="9 tokens at a time, more than 8"):
+        DecodeStep(decoder({}, torch.bfloat16, 9, position=7), torch.bfloat16)
     stopped = decoder({}, torch.bfloat16, position=7)
     attention = next(one for one in stopped.instructions if isinstance(one, Attention))
     step = DecodeStep(stopping(stopped), torch.bfloat16)

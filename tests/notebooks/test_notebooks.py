@@ -126,6 +126,7 @@ METHOD_OF = {
     "pruning": "wanda",
     "rotations": "flatquant",
     "recover": "rtn",
+    "lossless": "rtn",
     "search": "mixed",
 }  # where the notebook is not called after its method
 
@@ -138,6 +139,15 @@ def expect_recover(made, scores, html):
     gone = scores["baseline"]["stored_bytes"] - scores["compressed"]["stored_bytes"]
     assert gone == pytest.approx(saved, rel=0.001), "training takes no room"
     assert scores["compressed"]["kl_pydocs"] > 0 and "Recovery</h2>" in html
+
+
+def expect_lossless(made, scores, html):
+    """Of one block in 3 bits, which guesses most tokens."""
+    drafts = made["lossless"]["drafts"]
+    assert list(drafts) == ["compressed", "coarse"] and made["lossless"]["speeds"] == []
+    assert 0.2 < drafts["compressed"]["acceptance"] == scores["compressed"]["guess_acceptance"] <= 1
+    assert 0 < drafts["compressed"]["lengths"]["1"] <= drafts["compressed"]["lengths"]["4"] <= 4
+    assert "Lossless speed by guesses</h2>" in html and "accepted of 4" in html
 
 
 def expect_search(made, scores, html):
@@ -159,6 +169,8 @@ EXPECTED = {
     "pruning": ({"recipe": f"wanda(skip='{FIRST}')", "compare": "", "write_tokens": 0}, "bitmap", 35, expect_pruning),
     "search": ({"choices": "rtn(bits={3,8}, group_size=64)", "max_bytes": "264.5MB", "skip": FEW, "compare": "",
                 "loss_tokens": 128, "write_tokens": 0}, "int_group", 7, expect_search),
+    "lossless": ({"recipe": f"rtn(bits=3, skip='{FEW}')", "compare": f"coarse: rtn(bits=2, skip='{FEW}')",
+                  "guess_tokens": 8, "write_tokens": 0}, "int_group", 7, expect_lossless),
     "recover": ({"recipe": f"rtn(bits=3, skip='{FEW}')", "windows": 6, "steps": 3, "minutes": 0.0, "skip": FEW,
                  "write_tokens": 0}, "int_group", 7, expect_recover),
 }  # fmt: skip

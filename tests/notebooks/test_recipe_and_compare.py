@@ -66,6 +66,7 @@ def test_everything_is_measured_and_reported(tmp_path, task_path, monkeypatch, r
         "speed_batches": [1, 2],
         "speed_prompts": [8],
         "efficiency": True,
+        "lossless": True,
         "exact": True,
         "calibrate": "once",
         "run_path": str(tmp_path / "run"),
@@ -74,9 +75,10 @@ def test_everything_is_measured_and_reported(tmp_path, task_path, monkeypatch, r
     cells = run_cells("recipe", given)
     made = read_record(tmp_path / "run" / "record.json")
     names = ["baseline", "compressed", "wider"]
-    assert list(made["scores"])[:3] == names and {"tasks", "generation", "speed_grid", "efficiency", "cost"} <= set(
-        made
-    )
+    parts = {"tasks", "generation", "speed_grid", "efficiency", "cost", "lossless"}
+    assert list(made["scores"])[:3] == names and parts <= set(made)
+    assert list(made["lossless"]["drafts"]) == names[1:]
+    assert all(row["same"] for row in made["lossless"]["speeds"])
     assert all("acc_sums" in made["scores"][name] and "length_tokens_greedy" in made["scores"][name] for name in names)
     assert made["tasks"]["rows"][0]["n"] == 4 and "LayerCast" in made["tasks"]["settings"]["dtype"]
     assert (
@@ -92,7 +94,7 @@ def test_everything_is_measured_and_reported(tmp_path, task_path, monkeypatch, r
     for file in ("compressed.sums.jsonl", "generations.jsonl"):
         assert (tmp_path / "run" / "samples" / file).stat().st_size > 0
     html = (tmp_path / "run" / "report.html").read_text()
-    assert all(f">{title}</h2>" in html for title in ("Tasks", "Generation"))
+    assert all(f">{title}</h2>" in html for title in ("Tasks", "Generation", "Lossless speed by guesses"))
     assert "<table" in cells["answers"]._repr_html_() and "<table" in cells["costs"]._repr_html_()
 
 
@@ -102,10 +104,10 @@ def test_measures_that_are_not_requested_are_not_made(tmp_path, monkeypatch, run
     cells = run_cells("recipe", TINY | {"recipe": "rtn(bits=4)", "run_path": str(tmp_path)})
     made = read_record(tmp_path / "record.json")
     assert (
-        not {"tasks", "generation", "speed_grid", "efficiency", "cost"} & set(made)
+        not {"tasks", "generation", "speed_grid", "efficiency", "cost", "lossless"} & set(made)
         and "decode_tokens_per_s" in made["scores"]["baseline"]
     )
-    for name in ("answers", "written", "speeds", "used", "costs"):
+    for name in ("answers", "written", "speeds", "used", "costs", "guesses"):
         assert isinstance(cells[name], Unasked) and "Not asked for" in cells[name]._repr_html_()
 
 

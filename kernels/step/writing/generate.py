@@ -4,10 +4,16 @@ transformers' loop spends two milliseconds of Python on every token: it prepares
 and positions, and calls each processor on the whole vocabulary. Here the text is one tensor that is filled, and the
 step of decoding is called directly. Processors, stopping criteria and streamers of the user are called for every
 token, as transformers calls them. A request that this loop does not know runs in transformers' own loop.
+
+With prompt look-up (`prompt_lookup_num_tokens`) or a draft (`assistant_model`, or that of `accelerate`), a step
+verifies several guessed tokens of one sequence where it gains time. Its logits are those of steps of one token, bit by
+bit, and a guess is kept only if the same token is then chosen from them, with the same random numbers: the text is the
+one that is written without guesses.
 """
 
 import copy
 import functools
+import time
 from typing import Any
 
 import torch
@@ -23,7 +29,9 @@ from transformers.generation import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from kernels.step.writing.sampling import choice_of
+from kernels.step.native import MOST_IN_SEQUENCE
+from kernels.step.writing.guesses import Draft, Guesser, PromptLookup
+from kernels.step.writing.sampling import SamplingChoice, choice_of
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # the model's other inputs
@@ -36,25 +44,86 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     The arguments and results are those of transformers.
     """
     own = type(model).generate
-    if len(args) > 2 or kwargs.get("custom_generate") is not None or kwargs.get("assistant_model") is not None:
+    if len(args) > 2 or kwargs.get("custom_generate") is not None:
         return own(model, *args, **kwargs)
     if len(args) == 2:
         kwargs["generation_config"], args = args[1], args[:1]
     config = kwargs.get("generation_config")
     config, _ = model._prepare_generation_config(config, **{k: v for k, v in kwargs.items() if k in _settings()})
+    looks_up, config.prompt_lookup_num_tokens = config.prompt_lookup_num_tokens, None
     if config.get_generation_mode(None) not in MODES or config.is_assistant:
         return own(model, *args, **kwargs)
+    asked = looks_up is not None or kwargs.get("assistant_model") is not None
+    guesser = _guesser(model, looks_up, args, kwargs, config)
+    if asked and guesser is None:
+        return own(model, *args, **kwargs)
+    if asked:
+        kwargs = _without_guesses(model, kwargs)
     if config.stop_strings is not None:
         if kwargs.get("tokenizer") is None or model.generation_config.stop_strings is not None:
             return own(model, *args, **kwargs)
         kwargs = _stop_strings_as_criterion(config.stop_strings, kwargs)
-    return own(model, *args, **kwargs, custom_generate=functools.partial(decode, streamer=kwargs.get("streamer")))
+    loop = functools.partial(decode, streamer=kwargs.get("streamer"), guesser=guesser)
+    return own(model, *args, **kwargs, custom_generate=loop)
 
 
 @functools.cache
 def _settings() -> set[str]:
     """Names of the settings of a generation, which `generate` takes as keyword arguments."""
     return set(GenerationConfig().to_dict())
+
+
+def _guesser(
+    model: nn.Module, looks_up: int | None, args: tuple[Any, ...], kwargs: dict[str, Any], config: GenerationConfig
+) -> Guesser | None:
+    """What guesses tokens for this request; None: nothing that steps of this model can verify.
+
+    Raises:
+        ValueError: `assistant_model` has another vocabulary.
+    """
+    draft = kwargs.get("assistant_model")
+    if draft is None and looks_up is None:
+        draft = getattr(model.acceleration, "draft", None)
+    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    if (draft is None and looks_up is None) or config.num_return_sequences > 1 or (ids is not None and len(ids) > 1):
+        return None
+    if kwargs.get("assistant_tokenizer") is not None or not _verifies(model):
+        return None
+    if draft is None:
+        return PromptLookup(min(looks_up, MOST_IN_SEQUENCE - 1), config.max_matching_ngram_size)
+    check_vocabulary(model, draft, "assistant_model")
+    return Draft(draft, MOST_IN_SEQUENCE - 1) if draft is not model and _verifies(draft) else None
+
+
+def check_vocabulary(model: nn.Module, draft: nn.Module, parameter: str) -> None:
+    """Check that a draft guesses the tokens of a model.
+
+    Raises:
+        ValueError: it has another vocabulary.
+    """
+    ours, theirs = (one.config.get_text_config().vocab_size for one in (model, draft))
+    if ours != theirs:
+        raise ValueError(
+            f"`{parameter}` has a vocabulary of {theirs} tokens, the model one of {ours}; a draft must have the same"
+        )
+
+
+def _verifies(model: nn.Module) -> bool:
+    """Can steps of this model verify guessed tokens?"""
+    verifies = getattr(getattr(model, "acceleration", None), "verifies", None)
+    return verifies is not None and verifies()
+
+
+def _without_guesses(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate` without look-up and draft, for which transformers has another loop."""
+    left_out = "prompt_lookup_num_tokens", "assistant_model"
+    kwargs = {name: value for name, value in kwargs.items() if name not in left_out}
+    if (config := kwargs.get("generation_config")) is not None:
+        kwargs["generation_config"] = config = copy.deepcopy(config)
+        config.prompt_lookup_num_tokens = None
+    if model.generation_config.prompt_lookup_num_tokens is not None:
+        kwargs["prompt_lookup_num_tokens"] = None
+    return kwargs
 
 
 def _stop_strings_as_criterion(stop_strings: str | list[str], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -77,12 +146,14 @@ def decode(
     generation_config: GenerationConfig,
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
+    guesser: Guesser | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Read a prompt and write behind it; takes the place of transformers' `GenerationMixin._sample`.
 
     Args:
         input_ids: int64 [batch, tokens], the prompt. model_kwargs: the model's other inputs, such as its cache.
+        guesser: guesses tokens that steps verify, where steps can; None: every token takes a step.
 
     Returns:
         int64 [batch, tokens + new]: greedily, the tokens that transformers' loop gives with the same model. Or, as
@@ -106,9 +177,12 @@ def decode(
     kept = bool(returns and config.output_scores), bool(returns and config.output_logits)
     choice = choice_of(logits_processor, config.do_sample, *kept)
     text = _Text(input_ids, stopping_criteria, config._pad_token_tensor, streamer)
-    steps = _steps(model, cache, len(input_ids), mask, positions) or Calls(model, cache, mask, positions)
+    several = () if guesser is None else (MOST_IN_SEQUENCE,)
+    steps = _steps(model, cache, len(input_ids), mask, positions, *several) or Calls(model, cache, mask, positions)
     try:
         tokens = text.append(choice(text.ids, logits), choice.scores)
+        if guesser is not None and hasattr(steps, "cut"):
+            _write_by_guesses(text, tokens, steps, choice, guesser)
         while text.continues:
             largest = steps(tokens[:, None])
             chosen = largest[:, 0] if choice.largest and largest is not None else choice(text.ids, steps.logits)
@@ -123,10 +197,36 @@ def decode(
     return GenerateDecoderOnlyOutput(sequences=text.ids, scores=scores, logits=raw, past_key_values=cache)
 
 
-def _steps(model: nn.Module, cache: Any, batch: int, mask: Tensor | None, positions: Tensor | None) -> Any:
-    """Fast steps behind a prompt with this mask and these positions, [batch, tokens]; None: there are none."""
+def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: SamplingChoice, guesser: Guesser) -> None:
+    """Write the text of one sequence to its end; tokens [1] is its last one. A step reads it and guesses behind it."""
+    known = text.ids[0].tolist()
+    while text.continues:
+        guessed = guesser.guess(known, text.left - 1, choice) if text.left > 1 else []
+        began = time.perf_counter()
+        largest = steps(torch.tensor([[known[-1], *guessed]]))
+        seconds, accepted = time.perf_counter() - began, 0
+        try:
+            for row in range(len(guessed) + 1):
+                own = choice.largest and largest is not None
+                chosen = largest[row] if own else choice(text.ids, steps.logits[row : row + 1])
+                known.append(int(text.append(chosen, choice.scores)))
+                if not text.continues or row == len(guessed) or known[-1] != guessed[row]:
+                    break
+                accepted += 1
+        finally:
+            steps.cut(len(guessed) - accepted)
+        guesser.note(accepted, seconds)
+
+
+def _steps(
+    model: nn.Module, cache: Any, batch: int, mask: Tensor | None, positions: Tensor | None, *several: int
+) -> Any:
+    """Fast steps behind a prompt with this mask and these positions, [batch, tokens]; None: there are none.
+
+    several: the most tokens of one sequence that a step will read, if that is not one.
+    """
     if mask is None and (positions is None or bool((positions[:, -1] == cache.get_seq_length() - 1).all())):
-        return model.acceleration.steps(cache, batch)
+        return model.acceleration.steps(cache, batch, *several)
     if positions is not None and getattr(cache, "knows_padding", False):
         return model.acceleration.padded_steps(cache, mask, positions)
     return None
@@ -153,6 +253,11 @@ class _Text:
         self._warned = min((one.max_position_embeddings or 1 << 62 for one in limits), default=1 << 62)
         self._limits = limits
         self._others = StoppingCriteriaList(one for one in criteria if one not in ends and one not in limits)
+
+    @property
+    def left(self) -> int:
+        """The number of tokens that the text may still get."""
+        return 1 << 62 if self._most is None else self._most - self._length
 
     @property
     def ids(self) -> Tensor:

@@ -58,8 +58,10 @@ class SamplingChoice:
             self.logits += (logits.clone(),)
         if self.keeps_scores:
             self.scores += (scores.clone(),)
-        if not self.samples:
-            return scores.argmax(-1)
+        return self.drawn_from(scores) if self.samples else scores.argmax(-1)
+
+    def drawn_from(self, scores: Tensor) -> Tensor:
+        """Tokens drawn from scores [batch, vocabulary] after the warpers, int64 [batch]."""
         left, indices = warped(scores, self.warpers)
         place = drawn(left.softmax(-1))
         return (place if indices is None else indices.gather(1, place))[:, 0]

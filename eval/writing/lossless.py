@@ -1,0 +1,187 @@
+"""Compressed models as drafts of their original: how many of its tokens they guess, and how fast it writes by guesses.
+
+The original verifies every guess, so that its texts stay the same (`kernels.step.writing`). How often a draft is right
+follows from the original's greedy text alone: a draft guesses behind the original's own tokens, whatever it guessed
+before.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from eval.machine.size import positions
+from eval.record import noise
+from eval.record.measured import GuessedTokens, GuessingSpeed, Lossless
+from eval.record.metrics import fmt
+from eval.speed.device_lock import undisturbed
+from eval.writing.generation import PROMPTS, encode_prompt, write
+from kernels.step.accelerate import accelerate
+from kernels.support.deploy import deployed
+
+PASSAGE = (
+    "The lighthouse on the northern cape was built of grey stone in 1871. Its lamp burned oil for forty years, until a "
+    "cable from the town brought electricity. The keeper and his family lived in the rooms below the lamp, kept goats, "
+    "and grew potatoes behind a wall that held the wind off. In winter the road was often closed for weeks, and the "
+    "children learned to read from the newspapers that ships left behind. Since 1968 the lamp has been switched on and "
+    "off by a clock, and the rooms are a museum, which is open from May to September."
+)
+KINDS = {  # of texts, with their prompts
+    "free text": PROMPTS,
+    "editing": (f"Repeat this text word by word, and correct its spelling:\n\n{PASSAGE}",),
+    "summary": (f"Summarise this text in its own words:\n\n{PASSAGE}",),
+}
+PLAIN, LOOK_UP, AGAIN = "plain", "look-up", "plain again"  # ways of writing; the last is timed for the noise
+LOOKED_UP = 15  # most tokens that a look-up guesses at a time
+LENGTHS = (1, 2, 4, 8)  # numbers of guesses for which the mean number of accepted ones is computed
+
+
+@dataclass
+class Guessing:
+    """The measurements, for a notebook and for the record."""
+
+    record: Lossless
+
+    @property
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """{draft: {guess_acceptance, its standard error over the texts}}"""
+        return {
+            name: {"guess_acceptance": one.acceptance, "guess_acceptance_stderr": one.acceptance_stderr}
+            for name, one in self.record.drafts.items()
+            if one.acceptance is not None and one.acceptance_stderr is not None
+        }
+
+    def found(self) -> Lossless:
+        """The record's entry `lossless`."""
+        return self.record
+
+    def _repr_html_(self) -> str:
+        guessed = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th><td>{fmt(one.acceptance, '.1f', 100)}</td>"
+            f"{''.join(f'<td>{fmt(one.lengths.get(k))}</td>' for k in LENGTHS)}</tr>"
+            for name, one in self.record.drafts.items()
+        )
+        timed = "".join(
+            f"<tr><th style='text-align:left'>{escape(one.kind)}, {escape(one.way)}</th><td>"
+            f"{fmt(one.tokens_per_s, '.1f')}</td><td>{fmt(one.ratio)}</td><td>{'yes' if one.same else 'no'}</td></tr>"
+            for one in self.record.speeds
+        )
+        heads = "".join(f"<th>of {k}</th>" for k in LENGTHS)
+        return (
+            f"<table><tr><th>draft</th><th>tokens guessed, %</th>{heads}</tr>{guessed}</table>"
+            "<p><small>Of the original's greedy tokens; then the mean number of accepted guesses per step.</small></p>"
+            f"<table><tr><th>text</th><th>tokens/s</th><th>× plain</th><th>same text</th></tr>{timed}</table>"
+            f"<p>{escape(self.record.why_not)}</p>"
+        )
+
+
+def check_lossless(model: nn.Module, *, new_tokens: int, rounds: int) -> None:
+    """Raise ValueError if guesses cannot be measured like this; quick. Args: as in `measure_lossless`."""
+    if type(new_tokens) is not int or not 2 <= new_tokens <= positions(model) // 2:
+        raise ValueError(
+            f"`new_tokens` (={new_tokens!r}) must be an integer from 2 to {positions(model) // 2}, half of the model's "
+            "positions"
+        )
+    if type(rounds) is not int or rounds < 0:
+        raise ValueError(f"`rounds` (={rounds!r}) must be a positive integer, or 0 to time nothing")
+
+
+@torch.no_grad()
+def measure_lossless(
+    models: Mapping[str, nn.Module], tokenizer: PreTrainedTokenizerBase, *, new_tokens: int = 64, rounds: int = 3
+) -> Guessing:
+    """Measure models as drafts of "baseline", and the speed of look-up and of each draft in turns with plain decoding.
+
+    Args:
+        models: "baseline", and its drafts by name; bfloat16 copies are accelerated.
+        new_tokens: of each text. rounds: of timing, in each of which all ways write all texts; 0: nothing is timed.
+
+    Raises:
+        ValueError: see `check_lossless`; there is no "baseline".
+    """
+    if "baseline" not in models:
+        raise ValueError(f"`models` (={list(models)}) must have a 'baseline', whose text the others guess")
+    check_lossless(models["baseline"], new_tokens=new_tokens, rounds=rounds)
+    half = {name: accelerate(deployed(model)) for name, model in models.items()}
+    original = half.pop("baseline")
+    prompts = {kind: [encode_prompt(tokenizer, one) for one in texts] for kind, texts in KINDS.items()}
+    plain = {kind: [_text(original, ids, new_tokens) for ids in own] for kind, own in prompts.items()}
+    pairs = [(ids, text) for kind, own in prompts.items() for ids, text in zip(own, plain[kind], strict=True)]
+    drafts = {name: _guessed([agreement(draft, *pair) for pair in pairs]) for name, draft in half.items()}
+    verifies = getattr(getattr(original, "acceleration", None), "verifies", None)
+    why_not = "" if verifies is not None and verifies() else "No steps of this model verify guesses on this machine."
+    speeds: list[GuessingSpeed] = []
+    if rounds and not why_not:
+        with undisturbed(original.device):
+            for kind in KINDS:
+                speeds += _speeds(kind, original, half, prompts[kind], plain[kind], rounds)
+    return Guessing(Lossless(new_tokens, rounds, drafts, tuple(speeds), why_not))
+
+
+def agreement(draft: nn.Module, ids: Tensor, text: Sequence[int]) -> list[bool]:
+    """For each token of a text behind a prompt ids [1, n]: is it the draft's likeliest token there?"""
+    whole = torch.cat([ids, torch.tensor([text])], 1).to(draft.device)
+    likeliest = draft(whole[:, :-1]).logits[0, ids.shape[1] - 1 :].argmax(-1)
+    return (likeliest.cpu() == torch.tensor(text)).tolist()
+
+
+def mean_accepted(agreed: Sequence[bool], guesses: int) -> float:
+    """The mean number of accepted guesses per step, if so many are guessed each time and the model adds one token."""
+    at, accepted, steps = 0, 0, 0
+    while at < len(agreed):
+        right = next((i for i, one in enumerate(agreed[at : at + guesses]) if not one), guesses)
+        right = min(right, len(agreed) - at)
+        at, accepted, steps = at + right + 1, accepted + right, steps + 1
+    return accepted / steps if steps else 0.0
+
+
+def _guessed(agreed: Sequence[Sequence[bool]]) -> GuessedTokens:
+    shares = [sum(own) / len(own) for own in agreed]
+    stderr = statistics.stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else None
+    lengths = {k: statistics.fmean(mean_accepted(own, k) for own in agreed) for k in LENGTHS}
+    return GuessedTokens(statistics.fmean(shares), stderr, sum(map(len, agreed)), lengths)
+
+
+def _text(model: nn.Module, ids: Tensor, new_tokens: int, look_up: int | None = None) -> list[int]:
+    return write(model, ids, ends=(), new_tokens=new_tokens, look_up=look_up)[0].tokens
+
+
+def _speeds(
+    kind: str,
+    original: nn.Module,
+    drafts: Mapping[str, nn.Module],
+    prompts: Sequence[Tensor],
+    plain: Sequence[list[int]],
+    rounds: int,
+) -> list[GuessingSpeed]:
+    """Texts of a kind, written in turns in every way."""
+    ways: dict[str, Any] = {PLAIN: None, LOOK_UP: None, **drafts, AGAIN: None}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    same = dict.fromkeys(ways, True)
+    count = sum(map(len, plain))
+    try:
+        for turn in range(rounds + 1):  # the first makes ready
+            for way, draft in ways.items():
+                original.acceleration.draft = draft
+                began = time.perf_counter()
+                texts = [
+                    _text(original, ids, len(text), LOOKED_UP if way == LOOK_UP else None)
+                    for ids, text in zip(prompts, plain, strict=True)
+                ]
+                seconds[way] += [time.perf_counter() - began] if turn else []
+                same[way] &= texts == list(plain)
+    finally:
+        original.acceleration.draft = None
+    ratios = {way: [a / b for a, b in zip(seconds[PLAIN], own, strict=True)] for way, own in seconds.items()}
+    spread = noise.spread(ratios[AGAIN], rounds)
+    return [
+        GuessingSpeed(kind, way, count / statistics.median(own), statistics.median(ratios[way]), spread, same[way])
+        for way, own in seconds.items()
+        if way != AGAIN
+    ]

@@ -1,0 +1,217 @@
+"""Guesses of the next tokens, which one step of a model verifies: they change the time of a text, and not the text.
+
+They come from the text itself (`PromptLookup`), or from a smaller model with the same vocabulary (`Draft`).
+
+Sources: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, arXiv:2211.17192; prompt look-up:
+Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding. A guess is accepted if the model itself chooses this token,
+by its own random numbers where it samples. For a guess that is not drawn at random, this is their rule: it is accepted
+with its probability under the model, and otherwise the token is drawn from the rest of the distribution. A draft draws
+with the random numbers that the model will use, so that similar distributions give the same token.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from kernels.step.writing.sampling import SamplingChoice
+
+LONGEST = 3  # tokens of the longest n-gram that is looked up, as long as nothing else is configured
+ROW = 0.15  # time of another token in a step, as a share of the time of a step with one, as long as none was measured
+DRAFTING = 0.4  # time of a draft's step, as such a share, as long as none was measured
+WORTH = 0.5  # a draft reads a prompt if the text may get this many tokens for each of the prompt
+FIRST = 2  # steps with one token, to know their time before anything is guessed
+GAIN = 1.03  # least expected speed-up for which tokens are guessed
+KEPT = 0.97  # factor by which earlier guesses count less with every further one
+SAMPLES = 9  # last times of steps whose median counts
+FEWEST = 3  # such times, without which the default counts
+BY_STEPS = 4  # unread tokens up to which a draft reads them in a step, and not as a prompt
+RETRY = 32  # a kind of guess that does not gain is tried again after being left out so many times
+
+
+class Guesser(Protocol):
+    """Guesses how a text goes on."""
+
+    def guess(self, text: Sequence[int], most: int, choice: SamplingChoice) -> list[int]:
+        """Tokens that may follow the text, by this choice: up to `most`, and fewer than a step takes. The text has
+        grown since the last call."""
+
+    def note(self, accepted: int, seconds: float) -> None:
+        """Of the last guess, so many tokens were accepted; the step that verified it took so many seconds."""
+
+
+@dataclass
+class Pace:
+    """How many tokens are worth guessing: those that gain most by the acceptance and the times measured so far.
+
+    Attributes:
+        most: the largest number. drafting: time that a guess takes before it is verified, as a share of the time of a
+            step with one token, as long as none was measured.
+    """
+
+    most: int
+    drafting: float = 0.0
+    _rates: dict[int, list[float]] = field(default_factory=dict)  # by kind: accepted and tried tokens
+    _left_out: dict[int, int] = field(default_factory=dict)
+    _alone: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # seconds of steps with one token
+    _rows: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # shares, as ROW
+    _drafted: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # shares, as `drafting`
+
+    @property
+    def measured(self) -> bool:
+        """Is the time of steps with one token known?"""
+        return len(self._alone) >= FIRST
+
+    def count(self, kind: int, likely: float) -> int:
+        """The number of tokens to guess.
+
+        Args:
+            kind: of the guess; acceptance is measured for each kind. likely: acceptance of a token at the beginning.
+        """
+        accepted, tried = self._rates.setdefault(kind, [2 * likely, 2.0])
+        if not self.measured:
+            return 0
+        rate = min(accepted / tried, 0.99)
+        cost = _median(self._drafted, self.drafting) + _median(self._rows, ROW)
+        best, fastest, expected = 0, GAIN, 1.0
+        for count in range(1, self.most + 1):
+            expected += rate**count
+            if (speed := expected / (1 + count * cost)) > fastest:
+                best, fastest = count, speed
+        if best:
+            self._left_out[kind] = 0
+            return best
+        self._left_out[kind] = (self._left_out.get(kind, 0) + 1) % RETRY
+        return int(not self._left_out[kind])
+
+    def note(self, kind: int, guessed: int, accepted: int, seconds: float, drafting: float = 0.0) -> None:
+        """So many of the guessed tokens were accepted in a step that took so many seconds; 0 guessed: a step of one.
+
+        drafting: seconds that the guesses took before.
+        """
+        if not guessed:
+            self._alone.append(seconds)
+            return
+        if self._alone:
+            more = seconds / statistics.median(self._alone) - 1
+            self._rows.append(min(max(more / guessed, 0.0), 2.0))
+            self._drafted.append(min(drafting / guessed / statistics.median(self._alone), 2.0))
+        rates = self._rates[kind]
+        rates[0] = KEPT * rates[0] + accepted
+        rates[1] = KEPT * rates[1] + accepted + (accepted < guessed)
+
+
+def _median(samples: Sequence[float], default: float) -> float:
+    """The median of samples; single ones, such as the first, which may be slow, do not count without others."""
+    return statistics.median([*samples, *[default] * (FEWEST - len(samples))])
+
+
+class PromptLookup:
+    """Guesses that the text goes on as it did behind the last earlier place of its last tokens, in the prompt or in
+    what has been written.
+
+    Args:
+        most: tokens of a guess. longest: tokens of the longest n-gram that is looked up, before shorter ones are.
+    """
+
+    def __init__(self, most: int, longest: int | None = None) -> None:
+        self.longest = longest or LONGEST
+        self._pace, self._guessed = Pace(most), (0, 0)  # n-gram's length and number of tokens of the last guess
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the place behind it, of the last one that has one
+        self._known = 1
+
+    def guess(self, text: Sequence[int], most: int, choice: SamplingChoice) -> list[int]:
+        """See `Guesser`."""
+        for place in range(self._known, len(text)):
+            for size in range(1, min(self.longest, place) + 1):
+                self._after[tuple(text[place - size : place])] = place
+        self._known = max(len(text), 1)
+        self._guessed = 0, 0
+        for size in range(min(self.longest, len(text)), 0, -1):
+            place = self._after.get(tuple(text[-size:]))
+            if place is None:
+                continue
+            count = min(self._pace.count(size, 0.3 if size == 1 else 0.7), most)
+            period = len(text) - place  # beyond the end, the guess goes on with itself
+            self._guessed = size, count
+            return [text[place + i % period] for i in range(count)]
+        return []
+
+    def note(self, accepted: int, seconds: float) -> None:
+        """See `Guesser`."""
+        size, count = self._guessed
+        self._pace.note(size, count, accepted, seconds)
+
+
+class Draft:
+    """Guesses of a smaller model, which reads the text into a cache of its own. Where they do not gain, they end; they
+    are tried again once, because the model must then read all that has been written since.
+
+    Args:
+        model: accelerated on a CPU, with the vocabulary of the model that verifies. most: tokens of a guess.
+    """
+
+    def __init__(self, model: nn.Module, most: int) -> None:
+        self._model, self._pace, self._steps = model, Pace(most, DRAFTING), None
+        self._cache = DynamicCache(config=model.config)
+        self._read, self._guessed, self._seconds = 0, 0, 0.0  # positions in the cache; of the last guess
+        self._rests = self._again = self._ended = False  # it has once lost time, is tried again, has lost again
+
+    def guess(self, text: Sequence[int], most: int, choice: SamplingChoice) -> list[int]:
+        """See `Guesser`."""
+        self._guessed = 0
+        if self._ended or not self._pace.measured:
+            return []
+        count = self._pace.count(0, 0.7)
+        if not count:
+            self._rests, self._ended = True, self._again
+            return []
+        self._again = self._again or self._rests
+        unread = len(text) - self._read
+        if (self._steps is None or unread > BY_STEPS) and not self._has_read(text, most):
+            self._ended = True
+            return []
+        self._guessed = count = min(count, most)
+        began, state = time.perf_counter(), torch.get_rng_state() if choice.samples else None
+        guessed: list[int] = []
+        try:
+            unread = list(text[self._read :])
+            while len(guessed) < count:
+                largest = self._steps(torch.tensor([unread]))
+                self._read += len(unread)
+                unread = [int(self._next(largest, choice))]
+                guessed += unread
+        finally:
+            if state is not None:
+                torch.set_rng_state(state)
+        self._seconds = time.perf_counter() - began
+        return guessed
+
+    def note(self, accepted: int, seconds: float) -> None:
+        """See `Guesser`."""
+        if self._guessed - 1 > accepted:  # the last guess was not read
+            self._steps.cut(self._guessed - 1 - accepted)
+            self._read -= self._guessed - 1 - accepted
+        self._pace.note(0, self._guessed, accepted, seconds, self._seconds)
+
+    def _has_read(self, text: Sequence[int], most: int) -> bool:
+        """Read a text but for its last token as a prompt; False: there are no steps, or it is not worth reading."""
+        if most < WORTH * (len(text) - self._read):
+            return False
+        if self._steps is not None:
+            self._steps.finish()
+        self._model(torch.tensor([text[self._read : -1]]), past_key_values=self._cache, logits_to_keep=1)
+        self._steps, self._read = self._model.acceleration.steps(self._cache, 1, BY_STEPS), len(text) - 1
+        return self._steps is not None
+
+    def _next(self, largest: Tensor | None, choice: SamplingChoice) -> Any:
+        """The guess behind the last token that was read: drawn as the model will draw, or the likeliest token."""
+        if choice.samples:
+            return choice.drawn_from(self._steps.logits[-1:])
+        return self._steps.logits[-1].argmax() if largest is None else largest[-1]

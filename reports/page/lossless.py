@@ -1,0 +1,41 @@
+"""Guesses that the original verifies: how many of its tokens each draft guesses, and how fast it writes by guesses."""
+
+from typing import Any
+
+from eval.record.measured import GuessingSpeed
+from eval.record.metrics import fmt, kind_of, with_error
+from eval.record.rows import RunRecord
+from reports.parts.text import clean, listed
+
+
+def context(run: RunRecord) -> dict[str, Any]:
+    """The data for templates/lossless.html from a record; {} if no guesses were measured."""
+    made = run.lossless
+    if made is None or not made.drafts and not made.speeds:
+        return {}
+    lengths = sorted({k for one in made.drafts.values() for k in one.lengths})
+    drafts = []
+    for name, one in made.drafts.items():
+        share = with_error(one.acceptance, one.acceptance_stderr, 100)
+        drafts.append((clean(name, 60), *share, [fmt(one.lengths.get(k)) for k in lengths]))
+    speeds = []
+    for one in made.speeds:
+        speeds.append((clean(one.kind, 60), clean(one.way, 60), fmt(one.tokens_per_s, ".1f"), *_ratio(one)))
+    other = [f"{clean(one.way, 60)} of {clean(one.kind, 60)}" for one in made.speeds if one.same is False]
+    return {
+        "lengths": lengths,
+        "drafts": drafts,
+        "speeds": speeds,
+        "new_tokens": made.new_tokens,
+        "rounds": made.rounds,
+        "other": listed(other) if other else "",
+        "why_not": clean(made.why_not, 300),
+    }
+
+
+def _ratio(one: GuessingSpeed) -> tuple[str, str]:
+    """A ratio to plain decoding as text, and its class: good, bad or noise."""
+    if one.ratio is None or one.way == "plain":
+        return fmt(None), ""
+    spread = one.spread
+    return f"{one.ratio:.2f}×", kind_of(one.ratio, spread is not None and abs(one.ratio - 1) > spread)

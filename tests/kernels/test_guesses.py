@@ -1,0 +1,324 @@
+"""Guessed tokens change the time of a text and not the text, nor its distribution."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+from kernels import native
+from kernels.step.accelerate import Acceleration, StepsInOneCall, accelerate
+from kernels.step.writing.guesses import RETRY, Pace, PromptLookup
+from tests.kernels.test_generate import REQUESTS, Heard
+
+pytestmark = pytest.mark.skipif(
+    native.why_not() is not None or native.isa(torch.bfloat16) == "portable", reason="no C++ kernels here"
+)
+IDS = torch.arange(1, 13)[None] * 7919 % 95 + 1  # without the padding token
+HOW = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+
+
+class Counts(list):
+    """Numbers of tokens of steps, the models, and the furthest position behind a token."""
+
+    def __init__(self):
+        super().__init__()
+        self.models, self.furthest = [], 0
+
+    def clear(self):
+        super().clear()
+        self.models.clear()
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The number of tokens of each step."""
+    counts, call = Counts(), StepsInOneCall.__call__
+
+    def noted(self, tokens):
+        counts.append(tokens.shape[1])
+        counts.models.append(self._acceleration.model)
+        counts.furthest = max(counts.furthest, self._slot + tokens.shape[1])
+        return call(self, tokens)
+
+    monkeypatch.setattr(StepsInOneCall, "__call__", noted)
+    return counts
+
+
+def guess_from(text: list[int], monkeypatch, wrong: int = 5) -> None:
+    """Guesses are the following tokens of a text, every `wrong`-th of which is another token."""
+
+    def guess(self, known, most, choice):
+        self._guessed = 3, min(most, 7)
+        self._pace.count(3, 0.5)
+        return [
+            token if (len(known) + i) % wrong else (token + 1) % 96 for i, token in enumerate(text[len(known) :][:7])
+        ][:most]
+
+    monkeypatch.setattr(PromptLookup, "guess", guess)
+
+
+KNOWN = [name for name in REQUESTS if name not in ("beams", "hidden states", "without a cache", "static cache")]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("request_name", [*KNOWN, "limit of length"])
+@pytest.mark.parametrize("architecture, more", [
+    ("llama", {}), ("gemma2", {"final_logit_softcapping": 3.0}), ("mistral", {"sliding_window": 8})
+])  # fmt: skip
+def test_a_guessed_text_is_the_one_without_guesses(tiny, request_name, architecture, more, monkeypatch, read):
+    model = accelerate(tiny(architecture, **more).bfloat16())
+    request = HOW | REQUESTS.get(request_name, {"max_length": 23, "max_new_tokens": None})
+    heard = Heard(), Heard()
+    expected = model.generate(IDS, **request, streamer=heard[0])
+    alone = len(read)
+    returned = not isinstance(expected, torch.Tensor)
+    text = (expected.sequences if returned else expected)[0].tolist()
+    guess_from([*text, 1, 2, 3, 4, 5, 6, 7, 8, 9], monkeypatch)
+    found = model.generate(IDS, **request, streamer=heard[1], prompt_lookup_num_tokens=8)
+    assert heard[0].tokens == heard[1].tokens and heard[0].ended == heard[1].ended == 1
+    assert alone < 2 or (max(read[alone:]) > 1 and len(read) - alone < alone)
+    if request_name in ("plain", "limit of length"):
+        assert read.furthest == len(text) - 1, "no step reads beyond the last token that may be written"
+    if not returned:
+        assert torch.equal(found, expected)
+        return
+    assert torch.equal(found.sequences, expected.sequences) and type(found) is type(expected)
+    for name in ("scores", "logits"):
+        ours, theirs = getattr(found, name) or (), getattr(expected, name) or ()
+        assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    assert found.past_key_values.get_seq_length() == len(text) - 1
+    for ours, theirs in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+
+
+@torch.no_grad()
+def test_look_up_finds_repetitions_in_prompts_and_texts(tiny, monkeypatch, read):
+    """Without any help, but for the times of steps: a random model soon repeats itself."""
+    note = Pace.note
+    monkeypatch.setattr(
+        Pace,
+        "note",
+        lambda self, kind, guessed, accepted, seconds: note(self, kind, guessed, accepted, 1 + guessed / 9),
+    )
+    model = accelerate(tiny("llama").bfloat16())
+    how = HOW | {"max_new_tokens": 200}
+    expected = model.generate(IDS, **how)
+    alone = len(read)
+    for more in (
+        {"prompt_lookup_num_tokens": 10},
+        {"generation_config": GenerationConfig(**how, prompt_lookup_num_tokens=10, max_matching_ngram_size=2)},
+    ):
+        read.clear()
+        assert torch.equal(model.generate(IDS, **({} if "generation_config" in more else how), **more), expected)
+        assert sum(read) >= alone and len(read) < 0.8 * alone and max(read) <= 11
+    model.generation_config.prompt_lookup_num_tokens = 4
+    read.clear()
+    assert torch.equal(model.generate(IDS, **how), expected) and 1 < max(read) <= 5
+
+
+@torch.no_grad()
+def test_a_users_cache_goes_on_in_a_second_turn_and_grows(tiny, monkeypatch):
+    model, written = accelerate(tiny("llama", max_position_embeddings=1024).bfloat16()), []
+    count = Pace.count
+
+    def always(self, kind, likely):
+        return max(self.most, count(self, kind, likely))
+
+    for more in ({}, {"prompt_lookup_num_tokens": 15}):
+        cache, text = DynamicCache(config=model.config), IDS
+        for _ in range(2):
+            text = model.generate(text, past_key_values=cache, **(HOW | {"max_new_tokens": 280}), **more)
+            assert cache.get_seq_length() == text.shape[1] - 1
+            text = torch.cat([text, IDS], 1)
+        written.append(text)
+        monkeypatch.setattr(Pace, "count", always)
+    assert torch.equal(*written)
+
+
+@torch.no_grad()
+def test_an_interrupted_text_leaves_the_cache_right(tiny, monkeypatch):
+    model, cache = accelerate(tiny("llama").bfloat16()), DynamicCache()
+    guess_from(model.generate(IDS, **HOW)[0].tolist(), monkeypatch)
+
+    class Stops(Heard):
+        def put(self, value):
+            super().put(value)
+            if len(self.tokens) > 5:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(IDS, past_key_values=cache, **HOW, streamer=Stops(), prompt_lookup_num_tokens=8)
+    assert cache.get_seq_length() == cache.layers[0].keys.shape[2] == 12 + 4
+
+
+@torch.no_grad()
+def test_sampling_draws_the_same_tokens_with_the_same_seed(tiny, monkeypatch, read):
+    model = accelerate(tiny("llama").bfloat16())
+    how, texts = HOW | {"do_sample": True, "top_k": 12, "temperature": 1.3}, []
+    for more in ({}, {"prompt_lookup_num_tokens": 8}):
+        torch.manual_seed(5)
+        texts.append(model.generate(IDS, **how, **more))
+        guess_from(texts[0][0].tolist(), monkeypatch)
+    assert torch.equal(*texts) and max(read) > 3
+
+
+@torch.no_grad()
+def test_sampling_keeps_the_distribution(tiny, monkeypatch):
+    """Pairs of tokens, the second of which is guessed: a chi-squared test with the model's own probabilities."""
+    model = accelerate(tiny("llama").bfloat16())
+    top, draws = 3, 1200
+
+    def likely(ids):  # the model's tokens of top-k, and their probabilities
+        values, tokens = model(ids, past_key_values=DynamicCache()).logits[0, -1].float().mul(0.2).topk(top)
+        return dict(zip(tokens.tolist(), values.softmax(-1).tolist(), strict=True))
+
+    first = likely(IDS)
+    second = {token: likely(torch.cat([IDS, torch.tensor([[token]])], 1)) for token in first}
+    guessed = {token: list(second[token])[i % top] for i, token in enumerate(first)}  # more and less likely ones
+
+    def guess(self, known, most, choice):
+        self._guessed = 1, 1
+        self._pace.count(1, 0.5)
+        return [guessed[known[-1]]][:most]
+
+    monkeypatch.setattr(PromptLookup, "guess", guess)
+    how = {"max_new_tokens": 3, "do_sample": True, "top_k": top, "temperature": 5.0, "pad_token_id": 0}
+    seen = {(a, b): 0 for a in first for b in second[a]}
+    for _ in range(draws):
+        a, b = model.generate(IDS, **how, prompt_lookup_num_tokens=3)[0, 12:14].tolist()
+        seen[a, b] += 1
+    expected = {(a, b): draws * first[a] * second[a][b] for a, b in seen}
+    assert min(expected.values()) > 20
+    chi_squared = sum((seen[pair] - expected[pair]) ** 2 / expected[pair] for pair in seen)
+    assert chi_squared < 26.1  # eight degrees of freedom, p = 0.001
+
+
+@torch.no_grad()
+def test_requests_that_cannot_be_verified_are_those_of_transformers(tiny, monkeypatch, read):
+    model = accelerate(tiny("llama").bfloat16())
+    with pytest.raises(ValueError, match="batch_size"):
+        model.generate(IDS.repeat(2, 1), **HOW, prompt_lookup_num_tokens=4)
+    expected = model.generate(IDS, **HOW)
+    monkeypatch.setattr(Acceleration, "verifies", lambda self: False)
+    read.clear()
+    assert torch.equal(model.generate(IDS, **HOW, prompt_lookup_num_tokens=4), expected) and not read
+
+
+def drafts(tiny, noise: float, monkeypatch, drafting: float = 0.2) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A model, and another one that differs by so much noise. All steps take the same time, and a guess this share."""
+    note = Pace.note
+    monkeypatch.setattr(
+        Pace,
+        "note",
+        lambda self, kind, guessed, accepted, *_: note(self, kind, guessed, accepted, 1.0, drafting * guessed),
+    )
+    model = tiny("llama", max_position_embeddings=1024).bfloat16()
+    draft = copy.deepcopy(model)
+    for parameter in draft.parameters():
+        parameter.data += noise * parameter.std() * torch.randn_like(parameter)
+    return accelerate(model), accelerate(draft)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("noise", [0.0, 0.1, 1.0])
+def test_a_draft_changes_no_text(tiny, noise, samples, monkeypatch, read):
+    model, draft = drafts(tiny, noise, monkeypatch)
+    how = (
+        HOW
+        | {"max_new_tokens": 300, "do_sample": samples, "eos_token_id": None}
+        | ({"top_k": 20, "temperature": 0.7} if samples else {})
+    )
+    texts = []
+    for more in ({}, {"assistant_model": draft}):
+        read.clear()
+        torch.manual_seed(3)
+        texts.append(model.generate(IDS, **how, **more))
+        steps = {one: sum(of is one for of in read.models) for one in (model, draft)}
+        if not more:
+            assert steps == {model: 299, draft: 0}
+    assert torch.equal(*texts)
+    # Rounding of the prompt is another one, which shows in draws from the flat distributions of random models.
+    assert steps[model] < {(0.0, False): 40, (0.0, True): 120, (0.1, False): 240}.get((noise, samples), 300)
+    if noise == 1.0:
+        assert steps[draft] < 60, "it is left alone after a second trial"
+
+
+@torch.no_grad()
+def test_a_draft_is_given_once(tiny, monkeypatch, read):
+    model, draft = drafts(tiny, 0.0, monkeypatch)
+    expected, alone = model.generate(IDS, **HOW), len(read)
+    draft.acceleration.remove()
+    assert accelerate(model, draft=draft) is model and model.acceleration.draft is draft
+    read.clear()
+    assert torch.equal(model.generate(IDS, **HOW), expected)
+    assert sum(one is model for one in read.models) < alone and any(one is draft for one in read.models)
+    read.clear()
+    twice = IDS.repeat(2, 1)
+    assert torch.equal(model.generate(twice, **HOW)[0], expected[0]) and draft not in read.models, "not for a batch"
+    read.clear()
+    assert torch.equal(copy.deepcopy(model).generate(IDS, **HOW), expected) and draft in read.models
+
+
+@torch.no_grad()
+def test_a_long_prompt_is_not_read_for_a_few_tokens(tiny, monkeypatch, read):
+    model, draft = drafts(tiny, 0.0, monkeypatch)
+    model.generate(IDS.repeat(1, 5), **HOW, assistant_model=draft)
+    assert draft not in read.models
+
+
+def test_drafts_that_cannot_guess_are_refused(tiny):
+    model, other = accelerate(tiny("llama").bfloat16()), accelerate(tiny("llama", vocab_size=80).bfloat16())
+    with pytest.raises(ValueError, match="`assistant_model` has a vocabulary of 80 tokens, the model one of 96"):
+        model.generate(IDS, **HOW, assistant_model=other)
+    with pytest.raises(ValueError, match="`draft` has a vocabulary of 80 tokens"):
+        accelerate(model, draft=other)
+    with pytest.raises(ValueError, match="`draft` is the model itself"):
+        accelerate(model, draft=model)
+    with pytest.raises(ValueError, match=r"`draft` \(Linear\) must be a model of transformers"):
+        accelerate(model, draft=torch.nn.Linear(2, 2))
+    assert model.acceleration.draft is None
+
+
+def test_guesses_follow_the_last_of_the_longest_earlier_n_grams():
+    generator, lookup, text = torch.Generator().manual_seed(0), PromptLookup(5), [1]
+    lookup._pace.count = lambda kind, likely: 5
+    for length in range(1, 300):
+        expected = []
+        for size in (3, 2, 1):
+            places = [at for at in range(size, length) if length >= size and text[at - size : at] == text[-size:]]
+            if places:
+                longer = list(text)
+                for _ in range(5):
+                    longer.append(longer[places[-1] + len(longer) - length])
+                expected = longer[length:]
+                break
+        assert lookup.guess(copy.copy(text), 9, None) == expected
+        text.append(int(torch.randint(4, (1,), generator=generator)))
+
+
+def test_the_number_of_guesses_follows_acceptance_and_cost():
+    def after(accepted: int, row: float, rounds: int = 40) -> Pace:
+        """Steps in which so many of up to 15 guesses were accepted; every guessed token takes `row` of a step."""
+        pace = Pace(15)
+        for _ in range(rounds):
+            pace.note(0, 0, 0, 0.01)
+            if count := pace.count(3, 0.6):
+                pace.note(3, count, min(accepted, count), 0.01 * (1 + row * count))
+        return pace
+
+    assert after(15, 0.02).count(3, 0.6) == 15
+    assert 1 <= after(2, 0.1).count(3, 0.6) < 8
+    off = after(0, 0.1, 200)
+    counts = [off.count(3, 0.6) for _ in range(4 * RETRY)]
+    assert set(counts) == {0, 1} and sum(counts) == 4, "it is tried again now and then"
+    assert sum(after(1, 1.5, 200).count(3, 0.6) for _ in range(RETRY - 1)) <= RETRY, "a token takes more than a step"
+    again = off
+    for _ in range(60):  # the text begins to repeat itself
+        if count := again.count(3, 0.6):
+            again.note(3, count, count, 0.01 * (1 + 0.02 * count))
+    for _ in range(10 * RETRY):
+        if count := again.count(3, 0.6):
+            again.note(3, count, count, 0.01 * (1 + 0.02 * count))
+    assert again.count(3, 0.6) > 5
