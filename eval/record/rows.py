@@ -22,6 +22,7 @@ from eval.record.compression import (
 from eval.record.measured import Bench, CacheMeasurements, Generation, Sample, Tasks
 from eval.record.reading import row
 from eval.record.search import SearchRecord
+from eval.record.serving import ServingRecord
 from eval.record.speed import Cost, Measure, Speed, SpeedGrid
 
 PHASES = {  # of a timing, by metric
@@ -155,6 +156,7 @@ class RunRecord:
     recoveries: dict[str, tuple[RecoveryRecord, ...]]
     allocation: AllocationRecord | None
     search: SearchRecord | None
+    serving: ServingRecord | None
     strengths: Strengths
     cache: CacheMeasurements | None
     kept: tuple[Kept, ...]

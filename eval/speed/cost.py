@@ -48,8 +48,10 @@ def combine(
     step_room: int,
     memory: int,
     context: int,
-    batch: int | None = None,
     ceilings: Ceilings,
+    batch: int | None = None,
+    cache_bytes: int | None = None,
+    loss: float | None = None,
 ) -> Combination:
     """How many sequences of this context fit into a memory, and how fast they decode together at best.
 
@@ -62,8 +64,9 @@ def combine(
             of a step. memory: bytes of the device.
         context: number of positions that each query sees, its own included.
         batch: sequences that decode together; None: as many as fit.
+        cache_bytes: of each sequence, as measured; None: what a step reads. loss: of the combination, if it is known.
     """
-    each = math.ceil(work.cache_bytes(context, 1))
+    each = math.ceil(work.cache_bytes(context, 1)) if cache_bytes is None else cache_bytes
     left = memory - weight_bytes
     most = max(min((left - prompt_room) // max(each, 1), left // (each + step_room)), 0)
     chosen = most if batch is None else batch if batch <= most else 0
@@ -81,6 +84,7 @@ def combine(
         tokens_per_s=chosen / together.predicted_s,
         bound=together.bound,
         least=weight_bytes + each + max(prompt_room, step_room),
+        loss=loss,
     )
 
 

@@ -214,3 +214,23 @@ def combinations(
             how = {"weight_bytes": one.nbytes, "prompt_room": prompt, "step_room": step, "context": context}
             found.append(combine(name, cache, work, **how, **about))
     return found
+
+
+def too_small(found: Sequence[Combination], context: int, memory: str, batch: str) -> str:
+    """Why none of these combinations fits, and how near one comes.
+
+    Args:
+        memory, batch: the parameters with their values, "`memory` (=1GB)".
+    """
+    if any(one.sequences for one in found):
+        best = max(found, key=lambda one: one.sequences)
+        return (
+            f"{batch} does not fit into {memory}: at most {best.sequences:,} sequences of {context:,} tokens do, with "
+            f"weights {best.weights} and cache {best.cache}"
+        )
+    best = min(found, key=lambda one: one.least)
+    return (
+        f"{memory} is too small: one sequence of {context:,} tokens needs at least {best.least / 1e6:,.1f} MB, with "
+        f"weights {best.weights} ({best.weight_bytes / 1e6:,.1f} MB) and cache {best.cache} "
+        f"({best.cache_bytes / 1e6:,.1f} MB)"
+    )

@@ -24,6 +24,7 @@ from reports.page import (
     recovery,
     resources,
     search,
+    serving,
 )
 from reports.page.verdict import timing_note, verdict
 from reports.parts import bars, plots, table
@@ -122,6 +123,7 @@ def _context(run: RunRecord) -> dict[str, Any]:
         "allocated": allocation.context(run),
         "recovered": recovery.context(run),
         "searched": search.context(run),
+        "served": serving.context(run),
         "errors": plots.layer_errors(run.layers, recipe),
         "speed": bars.speed_bars(run.speed),
         "timing_note": next((timing_note(one.spread, one.load) for one in run.speed.values()), ""),

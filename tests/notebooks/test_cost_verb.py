@@ -128,8 +128,8 @@ def test_standard_choices_and_a_memory_that_is_too_small(capsys):
     assert len(rows) == 4 * 5
     assert main([*arguments, "--memory", "3MB"]) == 2
     said = capsys.readouterr().err
-    assert "`--memory` (=3MB) is too small: one sequence of 512 tokens needs at least 0.00" in said
-    assert "weights 4 bits, table (" in said
+    assert "`--memory` (=3MB) is too small: one sequence of 512 tokens needs at least " in said
+    assert "MB, with weights 4 bits, table (" in said
     assert main([*arguments, "--memory", "30MB", "--batch", "100000"]) == 2
     assert "`--batch` (=100000) does not fit into `--memory` (=30MB): at most " in capsys.readouterr().err
 

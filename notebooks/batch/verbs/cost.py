@@ -174,10 +174,12 @@ def _rows_of_memory(options: argparse.Namespace, found: Sequence[Any]) -> list[t
         ValueError: none fits; the message says how near one comes.
     """
     from eval.record.serving import fastest, largest
+    from notebooks.study.costs import too_small
 
     most, quickest = largest(found), fastest(found)
     if most is None:
-        raise ValueError(_too_small(options, found))
+        given = f"`--memory` (={options.memory})", f"`--batch` (={options.batch})"
+        raise ValueError(too_small(found, options.context, *given))
     rows = [("weights", "cache", "weights, MB", "cache each, MB", "room, MB", "sequences", "tokens/s of one",
              "tokens/s together", "bound by", "")]  # fmt: skip
     for one in found:
@@ -188,19 +190,3 @@ def _rows_of_memory(options: argparse.Namespace, found: Sequence[Any]) -> list[t
         speeds = (f"{one.alone:,.0f}", f"{one.tokens_per_s:,.0f}", one.bound) if one.fits else ("", "", "")
         rows.append((one.weights, one.cache, *sizes, f"{one.sequences:,}", *speeds, ", ".join(marks)))
     return rows
-
-
-def _too_small(options: argparse.Namespace, found: Sequence[Any]) -> str:
-    """Why no combination fits, and how near one comes."""
-    if any(one.sequences for one in found):
-        best = max(found, key=lambda one: one.sequences)
-        return (
-            f"`--batch` (={options.batch}) does not fit into `--memory` (={options.memory}): at most {best.sequences} "
-            f"sequences of {options.context:,} tokens do, with weights {best.weights} and cache {best.cache}"
-        )
-    best = min(found, key=lambda one: one.least)
-    return (
-        f"`--memory` (={options.memory}) is too small: one sequence of {options.context:,} tokens needs at least "
-        f"{best.least / 1e9:,.3g} GB, with weights {best.weights} ({best.weight_bytes / 1e9:,.3g} GB) and cache "
-        f"{best.cache} ({best.cache_bytes / 1e9:,.3g} GB)"
-    )
