@@ -17,7 +17,7 @@ from compress.embedding import find_ends, stored_specs
 from compress.formats import FORMATS, bits_of
 from compress.inputs.skeleton import skeleton
 from compress.kv.policy import Policy
-from compress.kv.sizes import check_sized, sizes
+from compress.kv.timed import check_sized, sizes
 from compress.linear import replace as replace_linear
 from compress.linear import sharing_copy
 from compress.method import Method, settle

@@ -12,8 +12,8 @@ from compress import METHODS
 from compress.kv import attached
 from compress.kv.eviction.knorm import KNorm
 from compress.kv.precision import Precision
-from compress.kv.sizes import check_sized, sizes
 from compress.kv.storage import joined, right_packed, slabs_of, taken
+from compress.kv.timed import check_sized, sizes
 from compress.recipe import methods_of
 from kernels.kv_decode import dequantize_kv, quantize_kv
 

@@ -20,6 +20,7 @@ from eval.record.serving import ServingRound
 from kernels.support.deploy import deployed
 from notebooks.study import serving
 from notebooks.study.costs import PLAIN
+from notebooks.study.service import predict_service, service_of
 from reports.page import serving as page
 from tests.architectures import tiny_model
 
@@ -57,8 +58,8 @@ def quick(monkeypatch):
 
 
 def made(model, texts, **changed) -> serving.Serving:
-    asked = serving.service_of(**{**ASKED, **changed})
-    shapes = serving.predict_service(model, asked)
+    asked = service_of(**{**ASKED, **changed})
+    shapes = predict_service(model, asked)
     return serving.serve(model, [], texts, asked, shapes, corpus="text", new_tokens=2)
 
 
@@ -217,12 +218,12 @@ def test_the_page_shows_what_was_asked_predicted_and_measured(served):
 )
 def test_bad_input_is_refused_by_name(changed, message, model):
     with pytest.raises(ValueError, match=message):
-        serving.predict_service(model, serving.service_of(**{**ASKED, **changed}))
+        predict_service(model, service_of(**{**ASKED, **changed}))
 
 
 def test_impossible_limits_say_how_near_one_can_come(model, texts, quick, same_peak):
-    asked = serving.service_of(**{**ASKED, "max_kl": 1e-9})
-    shapes = serving.predict_service(model, asked)
+    asked = service_of(**{**ASKED, "max_kl": 1e-9})
+    shapes = predict_service(model, asked)
     record = serving.serve(model, [], texts, asked, shapes, corpus="text").record
     assert record.found[record.kept].loss == 0, "16 bits, unless they do not fit"
     with pytest.raises(ValueError, match=r"`max_kl` \(=1e-09\) cannot be kept: of the combinations that fit into"):
