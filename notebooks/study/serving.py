@@ -1,6 +1,7 @@
 """Which weights and which cache let the most sequences decode within a memory: predicted, chosen by measured losses,
 made, and decoded."""
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from compress import Result, apply
 from compress.allocation.predictions import divergence
 from compress.apply import apply_each
 from compress.kv import CacheBatch, CompressedCache, attach, attached
+from compress.kv.attach import Attachment
 from compress.linear import sharing_copy
 from compress.method import Method
 from eval.evaluate import Scores
@@ -92,8 +94,8 @@ def serve(
 
     Args:
         batches: calibration tokens, as for `apply`.
-        texts: of `contexts`, [1, context + scored] each: the first `context` tokens are read as a prompt, and the
-            predictions for the others are compared. They are the prompts of the sequences as well.
+        texts: of `contexts_of`, [1, context + scored] each: the first `context` tokens are read as a prompt, and the
+            predictions for the others are compared. They are the prompts of the sequences as well, as often as needed.
         shapes: of `predict_service`.
         corpus: name of the text, for the scores.
         new_tokens: tokens that are decoded of every sequence.
@@ -290,16 +292,13 @@ class _Service:
             count = max(count - max(-(-over * count // held), 1), 1)
 
     def _together(self, model: PreTrainedModel, methods: Sequence[Method], count: int) -> tuple[int, int, float | None]:
-        """Read the prompts one after the other, and decode them in one batch: the peak of the memory above that of the
-        weights, the bytes of all caches, and tokens per second of all sequences."""
+        """Decode sequences in one batch: the peak of the memory above that of the weights, the bytes of all caches, and
+        tokens per second of all sequences."""
         device = model.device
         with attached(model, methods) as attachment, evaluating(model):
             self._read(model, attachment.cache(), self.texts[0][:, :WARM].to(device))
             with peak_above_start(device) as peak:
-                read = []
-                for i in tqdm(range(count), desc="prompts", unit="sequence"):
-                    prompt = self.texts[i % len(self.texts)][:, : self.asked.context].to(device)
-                    read.append(self._read(model, attachment.cache(), prompt))
+                read = self._read_prompts(model, attachment, count)
                 caches, token = CacheBatch([cache for cache, _ in read]), torch.cat([token for _, token in read])
                 with undisturbed(device):
                     begin = clock(device)
@@ -309,6 +308,19 @@ class _Service:
                     seconds = clock(device) - begin
             held = sum(cache.nbytes for cache, _ in read)
         return peak.bytes, held, count * self.new_tokens / seconds
+
+    def _read_prompts(
+        self, model: PreTrainedModel, attachment: Attachment, count: int
+    ) -> list[tuple[CompressedCache, Tensor]]:
+        """The caches of this many prompts with their next tokens. Each text is read once, and further sequences get
+        copies of its cache; the last text is read when all other caches are there."""
+        *others, last = [text[:, : self.asked.context].to(model.device) for text in self.texts[:count]]
+        others = others or [last]
+        progress = tqdm(others, desc="prompts", unit="prompt")
+        read = [self._read(model, attachment.cache(), prompt) for prompt in progress]
+        while len(read) < count - 1:
+            read.append(copy.deepcopy(read[len(read) % len(others)]))
+        return [*read, self._read(model, attachment.cache(), last)] if count > 1 else read
 
     def _result(self, chosen: Combination) -> Result:
         """The chosen model as the result of one recipe, with its cache attached."""

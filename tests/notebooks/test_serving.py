@@ -229,3 +229,15 @@ def test_impossible_limits_say_how_near_one_can_come(model, texts, quick, same_p
     with pytest.raises(ValueError, match=r"`max_kl` \(=1e-09\) cannot be kept: of the combinations that fit into"):
         tight = dataclasses.replace(asked, memory=int(record.found[0].least) - 1)
         serving.serve(model, [], texts, tight, shapes, corpus="text")
+
+
+def test_sequences_have_caches_of_their_own(model, texts):
+    """Of as many texts as there are; the others are copies."""
+    asked = service_of(**{**ASKED, "batch": 5, "weights": "", "caches": "kv_int"})
+    one = serving._Service(model, texts[:2], asked, predict_service(model, asked), {}, 1)
+    with attached(model, "kv_int") as attachment:
+        for count in (1, 2, 5):
+            read = one._read_prompts(model, attachment, count)
+            buffers = [layer.slabs[0].k.buffer.data_ptr() for cache, _ in read for layer in cache.filled]
+            assert len(read) == count and len(set(buffers)) == 2 * count
+            assert len({round(float(cache.filled[1].slabs[0].k.view.sum()), 3) for cache, _ in read}) == min(count, 2)
