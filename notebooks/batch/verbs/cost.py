@@ -163,7 +163,8 @@ def _rows(stored: Mapping[str, Any], kept: Mapping[str, Any], *, batch: int | No
 
 _ROOM = (
     "beside weights and caches there must be room to read a prompt in one pass (activations of all its tokens in the "
-    "widest block, and for a policy that evicts its cache in 16 bits), or for a step's activations and logits"
+    "widest block, and for a policy that evicts its cache in 16 bits), or for a step's activations and logits; speeds "
+    "are the most that the device's bandwidth and arithmetic allow"
 )
 
 
