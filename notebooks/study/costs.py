@@ -41,7 +41,7 @@ WEIGHTS = (
 )
 CACHES = (
     "float8: kv_fp8; 8 bits: kv_int(bits=8); 4 bits: kv_int(bits=4, rotate_keys=True); "
-    "4 bits of half: kvzip(budget=0.5), kv_int(bits=4, rotate_keys=True)"
+    "4 bits of half: kvzip(budget=0.5, piece=256), kv_int(bits=4, rotate_keys=True)"  # short pieces need little room
 )
 
 
