@@ -362,7 +362,7 @@ def slabs_of(k: Tensor, v: Tensor, keep: Tensor, precision: Precision, fill: boo
             that is padded in front, if that takes fewer bytes.
     """
     n = keep.shape[2]
-    if keep.device.type == "cpu" and bool(keep.all()) and not (fill and _filled(n, precision) > n):
+    if keep.device.type == "cpu" and bool(keep.all()) and not (fill and filled(n, precision) > n):
         starts = torch.zeros(keep.shape[:2], dtype=torch.int32)  # all stay in place
         return [Slab(*(x.clone(memory_format=torch.contiguous_format) for x in (k, v)), starts, precision)]
     longest = keep.sum(-1).amax(0)  # [H]: a slab is as long as its longest row
@@ -370,12 +370,12 @@ def slabs_of(k: Tensor, v: Tensor, keep: Tensor, precision: Precision, fill: boo
     apart = H > 1 and int(longest.sum()) < 0.875 * H * top
     slabs = []
     for heads in [slice(h, h + 1) for h in range(H)] if apart else [slice(0, H)]:
-        index, starts = right_packed(keep[:, heads], _filled(int(longest[heads].max()), precision) if fill else 0)
+        index, starts = right_packed(keep[:, heads], filled(int(longest[heads].max()), precision) if fill else 0)
         slabs.append(Slab(taken(k[:, heads], index), taken(v[:, heads], index), starts, precision, heads))
     return slabs
 
 
-def _filled(count: int, precision: Precision) -> int:
+def filled(count: int, precision: Precision) -> int:
     """The length of a slab of `count` positions. The incomplete group is padded if its positions would take more bytes
     uncompressed than the whole group as codes; scales take about a bit a code."""
     rest = max(count - precision.residual, 0) % precision.group

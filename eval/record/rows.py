@@ -23,6 +23,7 @@ from eval.record.compression import (
 from eval.record.measured import Bench, CacheMeasurements, Generation, Lossless, Sample, Tasks
 from eval.record.reading import row
 from eval.record.search import SearchRecord
+from eval.record.serving import ServingRecord
 from eval.record.speed import Cost, Measure, Speed, SpeedGrid
 
 _LONG_TEXT = re.compile(r"'([^']{40})[^']{10,}'")  # a knob's text that is too long for a label
@@ -157,6 +158,7 @@ class RunRecord:
     recoveries: dict[str, tuple[RecoveryRecord, ...]]
     allocation: AllocationRecord | None
     search: SearchRecord | None
+    serving: ServingRecord | None
     strengths: Strengths
     cache: CacheMeasurements | None
     kept: tuple[Kept, ...]

@@ -21,6 +21,8 @@ Its shape (more keys are welcome, these keep their names):
                  to layers (`eval.record.compression.AllocationRecord`); null if there was none
     search       what was asked, predicted and measured by a search for the best choice of every layer
                  (`eval.record.search.SearchRecord`); null in other runs
+    serving      what was asked, predicted and measured of weights and caches within a memory
+                 (`eval.record.serving.ServingRecord`); null in other runs
     cache        measurements of compressed KV caches (`eval.record.measured.CacheMeasurements`); null in other runs
     strengths    {lines: [{recipe, points: [{value, removed_parameters, dropped, seconds, scores}]}]}   recipes that
                  were scored, but not timed, with {} replaced by each of these values

@@ -8,12 +8,14 @@ that are looked up, experts with the number that a batch is expected to reach, a
 model itself stores.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
 from tqdm.auto import tqdm
 
+from eval.record.serving import Combination
 from eval.record.speed import Cost, CostCeilings, CostRow, GridRow, Speed
 from eval.speed.work import Work, work
 from kernels.harness.roofline import Ceilings
@@ -34,6 +36,56 @@ def predict(name: str, work: Work, *, context: int, batch: int = 1, ceilings: Ce
     computing = flops / rate if rate else 0.0
     bound = "memory" if moving >= computing else "compute"
     return CostRow(name, batch, context, weights, cache, flops, max(moving, computing), bound)
+
+
+def combine(
+    weights: str,
+    cache: str,
+    work: Work,
+    *,
+    weight_bytes: int,
+    prompt_room: int,
+    step_room: int,
+    memory: int,
+    context: int,
+    ceilings: Ceilings,
+    batch: int | None = None,
+    cache_bytes: int | None = None,
+    loss: float | None = None,
+) -> Combination:
+    """How many sequences of this context fit into a memory, and how fast they decode together at best.
+
+    They fit if weights, all caches and the room for a step do, and if weights, all caches and the room in which the
+    prompt of one is read do.
+
+    Args:
+        weights, cache: names of the recipes. work: of a step with both.
+        weight_bytes: of all weights. prompt_room: bytes, while one prompt is read. step_room: bytes for each sequence
+            of a step. memory: bytes of the device.
+        context: number of positions that each query sees, its own included.
+        batch: sequences that decode together; None: as many as fit.
+        cache_bytes: of each sequence, as measured; None: what a step reads. loss: of the combination, if it is known.
+    """
+    each = math.ceil(work.cache_bytes(context, 1)) if cache_bytes is None else cache_bytes
+    left = memory - weight_bytes
+    most = max(min((left - prompt_room) // max(each, 1), left // (each + step_room)), 0)
+    chosen = most if batch is None else batch if batch <= most else 0
+    alone = predict("", work, context=context, batch=1, ceilings=ceilings)
+    together = predict("", work, context=context, batch=max(chosen, 1), ceilings=ceilings)
+    return Combination(
+        weights=weights,
+        cache=cache,
+        weight_bytes=weight_bytes,
+        cache_bytes=each,
+        room=max(prompt_room, step_room * max(chosen, 1)),
+        sequences=most,
+        batch=chosen,
+        alone=1 / alone.predicted_s,
+        tokens_per_s=chosen / together.predicted_s,
+        bound=together.bound,
+        least=weight_bytes + each + max(prompt_room, step_room),
+        loss=loss,
+    )
 
 
 def cost_model(models: Mapping[str, nn.Module], speed_rows: Sequence[GridRow], ceilings: Ceilings, how: str) -> Cost:

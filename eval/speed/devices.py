@@ -39,10 +39,10 @@ def ceilings_of(name: str) -> tuple[Ceilings, str]:
     return Ceilings(bandwidth * 1e12, {"bfloat16": products * 1e12}), "its data sheet"
 
 
-def check_device_name(name: str) -> None:
+def check_device_name(name: str, parameter: str = "--device") -> None:
     """Raise ValueError, before anything is measured, if no device has this name."""
     known = [HERE, *DATA_SHEETS]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}? It" if near else "it"
-        raise ValueError(f"`--device` (={name!r}) is not known; {hint} can be {', '.join(known)}")
+        raise ValueError(f"`{parameter}` (={name!r}) is not known; {hint} can be {', '.join(known)}")

@@ -25,11 +25,12 @@ class Experts:
 @dataclass(frozen=True)
 class CacheLayer:
     """A layer's cached bytes per position, and the multiply-adds of a query with them. window: largest number of
-    positions, None: all."""
+    positions, None: all. number: of the layer in the model."""
 
-    bytes: int
-    macs: int
+    bytes: float
+    macs: float
     window: int | None
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,12 @@ class StoredLinear(nn.Module):
 
 
 class StoredTable(nn.Module):
-    """Stands for a token embedding of which all rows together will take `nbytes` stored bytes."""
+    """Stands for a token embedding of which all rows together will take `nbytes` stored bytes. tied: they are the
+    head's."""
 
-    def __init__(self, num_embeddings: int, nbytes: int) -> None:
+    def __init__(self, num_embeddings: int, nbytes: int, *, tied: bool) -> None:
         super().__init__()
-        self.num_embeddings, self.nbytes = num_embeddings, nbytes
+        self.num_embeddings, self.nbytes, self.tied = num_embeddings, nbytes, tied
 
 
 @torch.no_grad()
@@ -99,6 +101,14 @@ def work(model: nn.Module, *, cache: tuple[CacheLayer, ...] | None = None) -> Wo
     dtype = str(next(floats, torch.bfloat16)).removeprefix("torch.")
     cache = _cache_layers(model) if cache is None else cache
     return Work(counter.once, counter.a_row, counter.macs, tuple(counter.experts), cache, dtype)
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes of all weights of a model, which may hold stand-ins; a weight that several modules share counts once."""
+    tensors = list(model.state_dict(keep_vars=True).values())
+    parts = (m for m in model.modules() if isinstance(m, StoredLinear | StoredTable))
+    stands_for = sum(part.nbytes for part in parts if not getattr(part, "tied", False))
+    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values()) + stands_for
 
 
 class _Counter:
@@ -226,7 +236,10 @@ def _cache_layers(model: nn.Module) -> tuple[CacheLayer, ...]:
         attends = keys.shape[-1] > 1  # if attention was dropped, the layer stores a single number per position
         layers.append(
             CacheLayer(
-                kept, heads * (keys.shape[-1] + values.shape[-1]) * attends, getattr(layer, "sliding_window", None)
+                kept,
+                heads * (keys.shape[-1] + values.shape[-1]) * attends,
+                getattr(layer, "sliding_window", None),
+                number,
             )
         )
     return tuple(layers)

@@ -10,7 +10,7 @@ from typing import Any
 # The smallest value of a number, or of each number in a list.
 _AT_LEAST = {"samples": 1, "seqlen": 1, "window": 2, "max_windows": 1, "task_batch": 1, "speed_rounds": 0,
              "speed_new_tokens": 1, "lengths": 1, "speed_contexts": 1, "speed_batches": 1,
-             "speed_prompts": 1}  # fmt: skip
+             "speed_prompts": 1, "contexts": 1, "scored_tokens": 1, "new_tokens": 1}  # fmt: skip
 
 
 def check_settings(values: dict[str, Any], defaults: dict[str, Any]) -> None:

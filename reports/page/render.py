@@ -25,6 +25,7 @@ from reports.page import (
     recovery,
     resources,
     search,
+    serving,
 )
 from reports.page.verdict import timing_note, verdict
 from reports.parts import bars, plots, table
@@ -124,6 +125,7 @@ def _context(run: RunRecord) -> dict[str, Any]:
         "recovered": recovery.context(run),
         "lossless": lossless.context(run),
         "searched": search.context(run),
+        "served": serving.context(run),
         "errors": plots.layer_errors(run.layers, recipe),
         "speed": bars.speed_bars(run.speed),
         "timing_note": next((timing_note(one.spread, one.load) for one in run.speed.values()), ""),

@@ -59,10 +59,10 @@ def context(run: RunRecord) -> dict[str, Any]:
 
 def _wishes(run: RunRecord, made: SearchRecord) -> list[WishRow]:
     point, score = made.rounds[made.kept].point, run.score
-    rows = [_row("stored, MB", made.max_bytes, point.bytes, score("compressed", "stored_bytes"), _megabytes)]
+    rows = [as_row("stored, MB", made.max_bytes, point.bytes, score("compressed", "stored_bytes"), megabytes)]
     for corpus in run.corpora:
         got = score("compressed", f"kl_{corpus}")
-        rows.append(_row(f"divergence on {clean(corpus, 40)}, nats per token", made.max_kl, point.loss, got, number))
+        rows.append(as_row(f"divergence on {clean(corpus, 40)}, nats per token", made.max_kl, point.loss, got, number))
     for phase, name, wish, predicted, place in (
         ("decode", "decoding", made.min_decode, point.decode, 0),
         ("prefill", "prompts", made.min_prefill, point.prefill, 1),
@@ -72,12 +72,12 @@ def _wishes(run: RunRecord, made: SearchRecord) -> list[WishRow]:
         before, metric = made.original[place], f"{phase}_tokens_per_s"
         ratio = run.ratio(metric)
         asked = wish and wish / before
-        rows.append(_row(f"{name}, times the original's speed", asked, predicted / before, ratio, _times, most=False))
-        rows.append(_row(f"{name}, tokens/s", wish, predicted, score("compressed", metric), _whole, most=False))
+        rows.append(as_row(f"{name}, times the original's speed", asked, predicted / before, ratio, _times, most=False))
+        rows.append(as_row(f"{name}, tokens/s", wish, predicted, score("compressed", metric), whole, most=False))
     return rows
 
 
-def _row(
+def as_row(
     name: str,
     asked: float | None,
     predicted: float,
@@ -86,17 +86,17 @@ def _row(
     *,
     most: bool = True,
 ) -> WishRow:
-    """most: is the limit the largest value, and not the least?"""
+    """A row of the table of wishes. most: is the limit the largest value, and not the least?"""
     off = "" if got is None or not predicted else percent(got / predicted - 1)
     kept = "" if not asked or got is None else "yes" if (got <= asked if most else got >= asked) else "no"
     return WishRow(name, write(asked) if asked else "", write(predicted), "" if got is None else write(got), off, kept)
 
 
-def _whole(rate: float) -> str:
+def whole(rate: float) -> str:
     return f"{rate:,.0f}"
 
 
-def _megabytes(size: float) -> str:
+def megabytes(size: float) -> str:
     return f"{size / 1e6:.1f}"
 
 

@@ -13,6 +13,8 @@ from compress.kv import attached
 from compress.kv.eviction.knorm import KNorm
 from compress.kv.precision import Precision
 from compress.kv.storage import joined, right_packed, slabs_of, taken
+from compress.kv.timed import check_sized, sizes
+from compress.recipe import methods_of
 from kernels.kv_decode import dequantize_kv, quantize_kv
 
 KV_INT, KV_FP8, SNAPKV, H2O = (METHODS[name] for name in ("kv_int", "kv_fp8", "snapkv", "h2o"))
@@ -83,9 +85,9 @@ def test_appended_codes_are_those_of_all_at_once(residual, how):
     keep = torch.ones(2, 3, 150, dtype=torch.bool)
     keep[1, :, :7] = False
     whole = slabs_of(k, v, keep, precision)[0]
-    for sizes in ([1] * 110, [3, 90, 17]):
+    for pieces in ([1] * 110, [3, 90, 17]):
         slab, at = slabs_of(k[:, :, :40], v[:, :, :40], keep[..., :40], precision)[0], 40
-        for size in sizes:
+        for size in pieces:
             slab.append(k[:, :, at : at + size], v[:, :, at : at + size])
             at += size
         assert slab.length == whole.length == 150 and slab.coded == whole.coded == (150 - residual) // 32 * 32
@@ -218,3 +220,52 @@ def test_fewer_bytes(tiny, tokens):
         assert share * full * 0.95 < cache.nbytes < share * full * 1.1
         rectangle = full / 600 * max(layer.length for layer in cache.own)
         assert not methods or not isinstance(methods[0], Lopsided) or cache.nbytes < 0.65 * rectangle
+
+
+RECIPES = (
+    "kv_fp8", "kv_int(bits=8)", "kv_int(bits=4, group_size=32, residual=5)", "kv_int(bits=2, value_bits=3)",
+    "kv_int(bits=4, keys=token)", "knorm(budget=0.5)", "snapkv(budget=0.3), kv_int(bits=4, group_size=32, residual=0)",
+    "kvzip(budget=0.5, allocation=uniform), kv_int(bits=4, rotate_keys=True)", "h2o(budget=100)",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", RECIPES)
+@pytest.mark.parametrize("tokens_read", [20, 301, 512])
+def test_bytes_follow_from_shapes(text, tokens_read, tiny, tokens):
+    """As the cache of a real model holds them behind a prompt, but for its counters."""
+    model = tiny("gemma3_text", layers=4, sliding_window=64, max_position_embeddings=1024).bfloat16()
+    methods = methods_of(text)
+    check_sized(methods)
+    outline = copy.deepcopy(model).to("meta")
+    with attached(model, methods) as attachment:
+        cache = attachment.cache()
+        read(model, cache, torch.cat(tokens(1, tokens_read)))
+    held = {layer.number: sum(t.untyped_storage().nbytes() for t in layer.held) for layer in cache.filled}
+    found = sizes(methods, outline, tokens_read)
+    assert found.keys() == held.keys() and len(found) == 2
+    for number, layer in found.items():
+        assert layer.bytes == pytest.approx(held[number], abs=64)
+        assert layer.positions == cache.layers[number].lengths.max()
+
+
+def test_shared_budgets_count_as_equal_ones(tiny, tokens):
+    model, methods = tiny("llama", max_position_embeddings=1024).bfloat16(), methods_of("kvzip(budget=0.5)")
+    with attached(model, methods) as attachment:
+        cache = attachment.cache()
+        read(model, cache, torch.cat(tokens(1, 512)))
+    assert len({layer.length for layer in cache.filled}) == 2, "layers keep different numbers"
+    assert sum(layer.bytes for layer in sizes(methods, model, 512).values()) == pytest.approx(cache.nbytes, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zipvl", "what zipvl.* keeps depends on the text"),
+        ("xkv", "what xkv.* keeps depends on the text"),
+        ("quest(budget=0.5)", "chooses what a token reads and not what is kept"),
+        ("rtn(bits=4)", "is not a method of the cache"),
+    ],
+)
+def test_sizes_that_do_not_follow_from_shapes(text, message):
+    with pytest.raises(ValueError, match=message):
+        check_sized(methods_of(text))

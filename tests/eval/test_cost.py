@@ -13,9 +13,10 @@ from compress import METHODS, apply
 from compress.walk.experts import split_experts
 from eval.machine.size import size
 from eval.record.reading import plain, row
+from eval.record.serving import Combination, fastest, largest
 from eval.record.speed import Cost, CostCeilings, CostRow, GridRow, Speed, TimingSettings
-from eval.speed.cost import cost_model, predict, speed_rows
-from eval.speed.work import Experts, Work, cache_bytes_per_token, work
+from eval.speed.cost import combine, cost_model, predict, speed_rows
+from eval.speed.work import CacheLayer, Experts, Work, cache_bytes_per_token, stored_bytes, work
 from kernels.harness.roofline import Ceilings
 from kernels.support.deploy import deployed
 
@@ -125,6 +126,49 @@ def test_predictions_are_the_longer_of_two(tiny):
     assert more.weight_bytes - one.weight_bytes == 7 * 64 * 4 and more.flops == 8 * one.flops, (
         "weights are read once a batch"
     )
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mixtral"])
+def test_weights_count_once(architecture, tiny):
+    for tied in (True, False):
+        model = tiny(architecture, tie_word_embeddings=tied)
+        with torch.device("meta"):
+            outline = type(model)(model.config)
+        wanted = sum(p.nbytes for p in model.parameters())  # without repetition
+        assert stored_bytes(model) == stored_bytes(outline) == wanted == size(model).stored_bytes
+
+
+STEP = Work(400.0, 0.0, 200.0, (), (CacheLayer(2.0, 3.0, None, 0),), "bfloat16")  # 20 bytes a sequence of 10 tokens
+
+
+def in_memory(memory: int, batch: int | None = None, work: Work = STEP, **rooms: int) -> Combination:
+    about = {"weight_bytes": 500, "prompt_room": 60, "step_room": 5} | rooms
+    return combine("", "", work, **about, memory=memory, context=10, batch=batch, ceilings=CEILINGS)
+
+
+def test_sequences_that_fit_by_hand():
+    assert [in_memory(memory).sequences for memory in (500, 579, 580, 599, 600, 640)] == [0, 0, 1, 1, 2, 4]
+    found = in_memory(1000, prompt_room=0)
+    assert found.sequences == found.batch == (1000 - 500) // (20 + 5) and found.room == 20 * 5
+    assert found.cache_bytes == 20 and found.least == 500 + 20 + 5 and in_memory(600).least == 580
+    assert in_memory(600).room == 60
+
+
+def test_speeds_are_those_of_a_step_of_the_batch():
+    one, four = in_memory(640, batch=1), in_memory(640)
+    assert one.tokens_per_s == one.alone == four.alone == 1 / ((400 + 20) / 1000) and one.bound == "memory"
+    assert four.tokens_per_s == pytest.approx(4 / ((400 + 80) / 1000)) and four.sequences == one.sequences == 4
+    many = in_memory(3000)
+    assert many.bound == "compute" and many.tokens_per_s == pytest.approx(4000 / (2 * (200 + 30)))
+    beyond = in_memory(640, batch=5)
+    assert (beyond.batch, beyond.tokens_per_s, beyond.fits, beyond.sequences) == (0, 0, False, 4)
+
+
+def test_the_most_sequences_and_the_most_tokens():
+    slower = Work(400.0, 0.0, 400.0, (), (CacheLayer(1.0, 30.0, None, 0),), "bfloat16")
+    found = [in_memory(100), in_memory(3000), in_memory(3000, work=slower)]
+    assert largest(found) is found[2] and fastest(found) is found[1]
+    assert largest(found[:1]) is fastest(found[:1]) is None
 
 
 def test_predictions_meet_measurements(tiny):

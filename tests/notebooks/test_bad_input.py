@@ -210,7 +210,7 @@ def test_a_bad_input_ends_at_plan_with_a_sentence(case, tmp_path, monkeypatch):
 
 # Parameters that take any number (`seed`), or that only select linears, folders and files; and 0 where it means "none".
 _FREE = {"seed", "skip", "save_path", "work_path", "task_path", "run_path", "page", "runs_path", "title"}
-_ZERO = {"speed_rounds", "write_tokens", "task_limit", "few_shot", "damp", "sink_weight", "bits", "depths"}
+_ZERO = {"speed_rounds", "write_tokens", "task_limit", "few_shot", "damp", "sink_weight", "bits", "depths", "batch"}
 
 
 _QUICK = {"gptq", "kv_eviction"}

@@ -6,22 +6,31 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from compress import apply, load_model, save_compressed
+from compress.kv import attached
 from compress.linear import compressed_linears
+from compress.recipe import methods_of
+from eval.machine.size import size
 from eval.speed.cost import predict
 from eval.speed.devices import DATA_SHEETS, ceilings_of
 from eval.speed.work import work
 from kernels.support.deploy import deployed
 from notebooks.batch.cli import main
+from notebooks.study import costs
 
 AT = {"context": 300, "batch": 3}
 ARGUMENTS = ["--context", "300", "--batch", "3", "--device", "l4"]
 
 
-def printed(capsys) -> dict[str, list[str]]:
-    """The cells of the table by the name of the row."""
-    lines = capsys.readouterr().out.split("\n\n")[0].splitlines()[2:]
+def printed(capsys, cache: str = "16 bits") -> dict[str, list[str]]:
+    """The cells of the table by the name of the weights, for one of the caches."""
+    return {name: rest for (name, kept), rest in table(capsys.readouterr().out).items() if kept == cache}
+
+
+def table(text: str) -> dict[tuple[str, str], list[str]]:
+    """The cells of the table by the names of weights and cache."""
+    lines = text.split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
-    return {name: rest for name, *rest in cells}
+    return {(name, kept): rest for name, kept, *rest in cells}
 
 
 def given(*recipes: str) -> list[str]:
@@ -56,14 +65,73 @@ def test_predictions_are_those_of_the_compressed_model(architecture, folder, tok
         assert weights == f"{row.weight_bytes / 1e6:,.1f} MB" and cache == f"{row.cache_bytes / 1e6:,.1f} MB"
         assert least == f"{row.predicted_s * 1e3:,.3g} ms" and tokens_per_s == f"{3 / row.predicted_s:,.0f}"
         assert bound == "memory"
+    outline = costs.outline(place)
+    plain = costs.plain_weights(place, outline)
+    for name, one in models.items():
+        found = plain if name == "16 bits" else costs.stored_weights(methods_of(name), outline, plain)
+        assert found.nbytes == size(deployed(one)).stored_bytes, "in memory, with what a step does not read"
 
 
-def test_a_smaller_cache_takes_its_share(capsys):
-    half = ["--cache-bits", "8", "--kept", "0.5"]
-    assert main(["cost", "smollm2-135m", *given("rtn(bits=8)"), "--context", "8192", "--device", "h200", *half]) == 0
-    rows = printed(capsys)
-    assert rows["16 bits"][1] == f"{30 * 2 * 3 * 64 * 2 * 8192 / 1e6:,.1f} MB"
-    assert rows["rtn(bits=8)"][1] == f"{30 * 2 * 3 * 64 * 2 * 8192 / 4e6:,.1f} MB"
+CACHES = ("kv_int(bits=8)", "snapkv(budget=0.5)", "kvzip(budget=0.5, allocation=uniform), kv_int(bits=4)")
+
+
+def test_caches_are_those_that_the_model_keeps(folder, tiny, tokens, capsys):
+    place = folder("gemma3_text", max_position_embeddings=1024, head_dim=128)
+    given_caches = [part for text in CACHES for part in ("--cache", text)]
+    assert main(["cost", place, *given("rtn(bits=4, group_size=16)"), *given_caches, *ARGUMENTS]) == 0
+    rows = table(capsys.readouterr().out)
+    model = AutoModelForCausalLM.from_pretrained(place).bfloat16().requires_grad_(False)
+    assert len(rows) == 2 * 4, "every combination, with 16 bits"
+    for text in CACHES:
+        with attached(model, text) as attachment:
+            cache = attachment.cache()
+            model(tokens(1, 300)[0], past_key_values=cache)
+        behind = 3 * sum(t.nbytes for layer in cache.filled for t in layer.held) / 1e6  # and a few of a window
+        for weights in ("16 bits", "rtn(bits=4, group_size=16)"):
+            assert float(rows[weights, text][1].split()[0]) == pytest.approx(behind, abs=0.07)
+
+
+def test_evicted_positions_are_not_multiplied(capsys):
+    half = ["--cache", "half: snapkv(budget=0.5)", "--cache", "kv_fp8"]
+    assert main(["cost", "llama-8b", "--context", "8192", "--device", "l4", *half]) == 0
+    rows = table(capsys.readouterr().out)
+    whole, evicted, codes = (float(rows["16 bits", name][2].split()[0]) for name in ("16 bits", "half", "kv_fp8"))
+    attention = 2 * 32 * 32 * (128 + 128) * 8192 / 1e9  # layers, heads, channels of keys and values
+    assert whole == codes and whole - evicted == pytest.approx(attention / 2, abs=0.02)
+
+
+def test_what_fits_into_a_memory(capsys):
+    """The shape of Llama-3.1-8B, with 8,030,261,248 parameters and 131,072 bytes of cache for each token in 16 bits."""
+    arguments = ["cost", "llama-8b", "--memory", "24GB", "--context", "8192", "--device", "rtx-4090"]
+    few = ["--recipe", "four: gptq(bits=4)", "--cache", "half: snapkv(budget=0.5)"]
+    assert main([*arguments, *few]) == 0
+    out = capsys.readouterr().out
+    rows = table(out)
+    weights, each, room, sequences, _, _, bound = rows["16 bits", "16 bits"]
+    assert (weights, each, bound) == ("16,060.5", "1,073.7", "memory")
+    wide = 8192 * 2 * 3 * (4096 + 14336) + 6 * 128256
+    assert room == f"{wide / 1e6:,.1f}" and sequences == f"{(24_000_000_000 - 16_060_522_496 - wide) // 1_073_741_824}"
+    assert float(rows["16 bits", "half"][2].replace(",", "")) == pytest.approx(
+        (wide + 1_073_741_824 / 2) / 1e6, abs=0.2
+    )
+    assert rows["four", "half"][-1] == "most sequences, most tokens/s" and len(rows["four", "16 bits"]) == 7
+    assert "weights, four: gptq(bits=4, group_size=64)\ncache, half: snapkv(budget=0.5)\n" in out
+    assert main([*arguments, *few, "--batch", "12"]) == 0
+    rows = table(capsys.readouterr().out)
+    assert rows["16 bits", "16 bits"][3:] == ["6", "6 fit"] and rows["four", "half"][-1].startswith("most sequences")
+
+
+def test_standard_choices_and_a_memory_that_is_too_small(capsys):
+    arguments = ["cost", "tiny", "--device", "l4", "--context", "512"]
+    assert main([*arguments, "--memory", "30MB"]) == 0
+    rows = table(capsys.readouterr().out)
+    assert len(rows) == 4 * 5
+    assert main([*arguments, "--memory", "3MB"]) == 2
+    said = capsys.readouterr().err
+    assert "`--memory` (=3MB) is too small: one sequence of 512 tokens needs at least " in said
+    assert "MB, with weights 4 bits, table (" in said
+    assert main([*arguments, "--memory", "30MB", "--batch", "100000"]) == 2
+    assert "`--batch` (=100000) does not fit into `--memory` (=30MB): at most " in capsys.readouterr().err
 
 
 def test_zeros_and_thin_factors_count_as_they_are_stored_and_multiplied(folder, tiny, tokens, capsys):
@@ -104,12 +172,15 @@ def test_a_device_by_its_data_sheet():
         (["--context", "0"], "`--context` (=0) must be 1 or more"),
         (["--batch", "-2"], "`--batch` (=-2) must be 1 or more"),
         (["--device", "h100-sxn"], "`--device` (='h100-sxn') is not known; did you mean h100-sxm? It can be here, "),
-        (["--kept", "0.5"], "`--cache-bits` and `--kept` are of the caches of recipes"),
-        (["--recipe", "rtn", "--kept", "1.5"], "`--kept` (=1.5) must be a share above 0"),
-        (["--recipe", "rtn", "--cache-bits", "32"], "`--cache-bits` (=32) must be above 0, and 16 at most"),
+        (["--memory", "lots"], "`--memory` (='lots') must be a number of bytes, or a text such as '6GB'"),
+        (["--cache", "zipvl"], "`--cache` (='zipvl'): what zipvl("),
+        (["--cache", "rtn"], "`--cache` (='rtn'): rtn("),
+        (["--cache", "kv_imt"], "`--cache` (='kv_imt'): kv_imt is not a method; did you mean kv_int?"),
+        (["--cache", "snapkv, knorm"], "both decide which positions stay"),
+        (["--recipe", "rtn", "--recipe", "rtn"], "`--recipe` (='rtn'): 'rtn' is the name of another row"),
         (
             ["--recipe", "rtn, kv_int"],
-            "must do without kv_int(bits=4, group_size=64): the size of a cache is given by --cache-bits",
+            "must do without kv_int(bits=4, group_size=64): `--cache` takes methods of the cache",
         ),
         (
             ["--recipe", "layer_drop(count=1), rtn"],

@@ -14,6 +14,7 @@ from papermill import PapermillExecutionError, execute_notebook, inspect_noteboo
 from papermill.cli import _resolve_type
 
 from compress import load_compressed
+from compress.kv.attach import attached_methods
 from eval.record.schema import read_record
 from eval.speed import kernel_bench
 from eval.speed.kernel_bench import plan_kernels
@@ -234,6 +235,25 @@ def test_kv_eviction_runs_on_the_real_model(tmp_path, papermill):
     html = (tmp_path / "run" / "report.html").read_text()
     assert "-y 'lengths: [256]'" in made["provenance"]["command"]
     assert "ith the question unknown" in html and "half in 4 bits" in html and len(html.encode()) < 1_000_000
+
+
+@pytest.mark.long
+def test_serving_runs_on_the_real_model(tmp_path, papermill):
+    """Three sequences, with weights of which one block is compressed."""
+    given = {"memory": "600MB", "context": 256, "batch": 3, "weights": f"8 bits: rtn(bits=8, skip='{FEW}')", "max_kl": 1.0,
+             "caches": "half: kvzip(budget=0.5), kv_int", "samples": 1, "seqlen": 64, "contexts": 2, "scored_tokens": 16,
+             "new_tokens": 1, "cost_device": "l4", "save_path": tmp_path / "saved"}  # fmt: skip
+    made = papermill("serve", given)
+    found, scores = made["serving"], made["scores"]
+    chosen = found["found"][found["kept"]]
+    assert (chosen["weights"], chosen["cache"]) == ("8 bits", "half") and len(found["found"]) == 4
+    assert [one["sequences"] for one in found["rounds"]] == [3] and found["rounds"][0]["peak_bytes"] < 600e6
+    assert 0 < scores["compressed"]["kl_pydocs"] == found["divergence"] < 1 and found["windows"] == 2
+    assert scores["compressed"]["cache_bytes"] < 0.5 * scores["baseline"]["cache_bytes"]
+    assert [step["method"] for step in made["recipe"]] == ["rtn", "kvzip", "kv_int"] and len(made["layers"]) == 7
+    html = (tmp_path / "run" / "report.html").read_text()
+    assert "Asked, predicted, measured</h2>" in html and "Combinations of weights and caches" in html
+    assert attached_methods(load_compressed(tmp_path / "saved")), "a saved model keeps its cache"
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,46 @@
-"""`workbench cost MODEL`: the bytes and the least time of a decoding step, of the model as it is and with recipes.
+"""`workbench cost MODEL`: the bytes and the least time of a decoding step, of the model as it is and with recipes, and
+how many sequences fit into a memory.
 
-Nothing is loaded or compressed: shapes come from the configuration, and stored sizes from the formats of the recipe.
+Nothing is loaded or compressed: shapes come from the configuration, and stored sizes from the formats of the recipes.
 """
 
 import argparse
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def declare(command) -> None:
     """The options of `workbench cost`."""
+    names = "a folder, a .gguf file, a hub id, smollm2-135m (embedded), or a shape: llama-8b, llama-1b, qwen3-8b"
     parser = command(
         "cost",
         cost,
-        "predict bytes, time and bound of a decoding step, without loading the model",
-        ("model", {"metavar": "MODEL", "help": "a folder, a .gguf file, a hub id, or smollm2-135m (embedded)"}),
+        "predict bytes, time and bound of a decoding step, or what fits into a memory, without loading the model",
+        ("model", {"metavar": "MODEL", "help": names}),
     )
     parser.add_argument(
         "--recipe",
         metavar="RECIPE",
         action="append",
         default=[],
-        help='a recipe to set beside the model as it is: "gptq(bits=4)"; may be given several times',
+        help='a recipe of the weights to set beside the model as it is: "gptq(bits={4,8})", or several, each with an '
+        'optional name: "small: gptq(bits=4); rtn"; may be given several times',
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="RECIPE",
+        action="append",
+        default=[],
+        help='a recipe of the cache to set beside 16 bits, for all weights: "kv_int(bits=4)"; likewise',
     )
     parser.add_argument("--context", metavar="N", type=int, default=1024, help="cached tokens a row (default: 1024)")
-    parser.add_argument("--batch", metavar="B", type=int, default=1, help="rows that decode together (default: 1)")
+    parser.add_argument(
+        "--batch",
+        metavar="B",
+        type=int,
+        default=None,
+        help="rows that decode together (default: 1; with --memory as many as fit)",
+    )
     parser.add_argument(
         "--device",
         metavar="NAME",
@@ -32,156 +48,146 @@ def declare(command) -> None:
         help="here (default; measured in some seconds), or a device by its data sheet: a100-80gb, h100-sxm, ...",
     )
     parser.add_argument(
-        "--cache-bits",
-        metavar="BITS",
-        type=float,
-        default=16.0,
-        help="bits per number of the recipes' caches, scales included (default: 16; kv_int in 4 bits: 4.5)",
-    )
-    parser.add_argument(
-        "--kept", metavar="SHARE", type=float, default=1.0, help="share of the positions that the recipes' caches keep"
+        "--memory",
+        metavar="BYTES",
+        default="",
+        help="a device's memory, such as 24GB: how many sequences of this context fit into it with each combination of "
+        "weights and caches, and how fast they decode; a standard set of recipes and caches unless some are given",
     )
 
 
 def cost(options: argparse.Namespace) -> int:
-    """Print a row for the model in 16 bits and one for each recipe."""
+    """Print a row for every combination of weights and caches."""
+    memory = _memory(options.memory)
     _check(options)
     from compress.embedding import stored_specs
-    from compress.inputs.skeleton import skeleton
-    from eval.speed.cost import predict
     from eval.speed.devices import ceilings_of
-    from eval.speed.work import cache_bytes_per_token, work
+    from eval.speed.work import cache_bytes_per_token
     from notebooks.batch.status import aligned
+    from notebooks.study import costs
 
-    model = skeleton(options.model)
-    plain = _work(options.model, model)
-    works = {"as stored" if stored_specs(model) else "16 bits": plain}
-    shrinks = options.cache_bits / 16 * options.kept
-    cache = tuple(replace(layer, bytes=layer.bytes * shrinks, macs=layer.macs * options.kept) for layer in plain.cache)
-    for text in options.recipe:
-        works[text] = work(_stored(text, model), cache=cache)
+    recipes = _recipes(options.recipe, "--recipe", costs.check_weights, costs.WEIGHTS if memory else "")
+    caches = _recipes(options.cache, "--cache", costs.check_cache, costs.CACHES if memory else "")
+    model = costs.outline(options.model)
+    plain = costs.plain_weights(options.model, model)
+    stored = {"as stored" if stored_specs(model) else costs.PLAIN: plain}
+    stored |= {name: costs.stored_weights(one, model, plain) for name, one in recipes.items()}
+    kept = {costs.PLAIN: plain.work.cache}
+    kept |= {name: costs.stored_cache(one, model, plain, options.context) for name, one in caches.items()}
     ceilings, how = ceilings_of(options.device)
-    rows = [("", "weights read", "cache read", "operations", "least time", "tokens/s", "bound by")]
-    for name, one in works.items():
-        rows.append(
-            (name, *_cells(predict(name, one, context=options.context, batch=options.batch, ceilings=ceilings)))
-        )
+    about = {"context": options.context, "batch": options.batch, "ceilings": ceilings}
+    if memory:
+        found = costs.combinations(model, stored, kept, caches, memory=memory, **about)
+        rows = _rows_of_memory(options, found)
+    else:
+        rows = _rows(stored, kept, **about)
     print(aligned(rows))
     peak = ceilings.rates.get("bfloat16")
     rate = f" and {peak / 1e12:,.3g} TFLOP/s" if peak else ""
+    together = "as many rows as fit" if memory and options.batch is None else options.batch or 1
     print(
-        f"\na step of {options.batch} x 1 token behind {options.context:,} on {options.device}: "
+        f"\na step of {together} x 1 token behind {options.context:,} on {options.device}: "
         f"{ceilings.bandwidth / 1e9:,.0f} GB/s{rate} ({how})"
     )
     grows = cache_bytes_per_token(model.config)
     print(f"each token adds {grows / 1e3:,.3f} kB to the cache in 16 bits, in layers without a window")
+    if memory:
+        print(_ROOM)
+    for kind, named in (("weights", recipes), ("cache", caches)):
+        for name, one in named.items():
+            if not costs.is_recipe(name):
+                print(f"{kind}, {name}: {', '.join(map(str, one))}")
     return 0
+
+
+def _memory(text: str) -> int | None:
+    """Bytes; None for an empty text."""
+    from compress.memory import bytes_of
+
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise ValueError(str(error).replace("`max_memory`", "`--memory`")) from error
 
 
 def _check(options: argparse.Namespace) -> None:
     """Everything that can be refused before the model's files are read."""
     from eval.speed.devices import check_device_name
+    from kernels.harness.model import SHAPES
     from notebooks.batch.verbs.loading import check_model
 
     for option in ("context", "batch"):
-        if getattr(options, option) < 1:
-            raise ValueError(f"`--{option}` (={getattr(options, option)}) must be 1 or more")
-    if not 0 < options.cache_bits <= 16:
-        raise ValueError(f"`--cache-bits` (={options.cache_bits:g}) must be above 0, and 16 at most")
-    if not 0 < options.kept <= 1:
-        raise ValueError(f"`--kept` (={options.kept:g}) must be a share above 0, and 1 at most")
-    if not options.recipe and (options.cache_bits, options.kept) != (16, 1):
-        raise ValueError("`--cache-bits` and `--kept` are of the caches of recipes: name one, such as rtn(bits=4)")
+        if (given := getattr(options, option)) is not None and given < 1:
+            raise ValueError(f"`--{option}` (={given}) must be 1 or more")
     check_device_name(options.device)
-    check_model(options.model, "MODEL")
+    if options.model not in SHAPES:
+        check_model(options.model, "MODEL")
 
 
-def _work(name: str, model: Any) -> Any:
-    """The work of a step of the model, with its floats in 16 bits.
+def _recipes(texts: Sequence[str], option: str, check: Any, standard: str) -> dict[str, Any]:
+    """Recipes by name.
 
-    Raises:
-        ValueError: the model cannot be run without values, so that what it caches is not known.
-    """
-    import torch
-
-    from compress.classes import auto_class
-    from compress.embedding import stored_specs
-    from eval.speed.work import work
-    from kernels.support.deploy import deployed
-    from kernels.support.errors import kind_and_first_line
-
-    try:
-        if not stored_specs(model):
-            return work(deployed(model))
-        with torch.device("meta"):  # stored weights do not run without values
-            plain = auto_class(model.config).from_config(model.config, trust_remote_code=False)
-        return work(deployed(model), cache=work(deployed(plain)).cache)
-    except (RuntimeError, NotImplementedError) as error:
-        raise ValueError(
-            f"`MODEL` (={name!r}): a {type(model).__name__} cannot be run without its weights, so that what it caches "
-            f"is not known ({kind_and_first_line(error)}); the notebook `recipe` predicts the cost of loaded models"
-        ) from error
-
-
-def _stored(text: str, model: Any) -> Any:
-    """The outline of a model in which stand-ins of their stored size are in the place of what a recipe compresses."""
-    from compress.checkpoint.fits import linears_to_be
-    from compress.embedding import find_ends
-    from compress.formats import FORMATS, bits_of
-    from compress.linear import replace, sharing_copy
-    from compress.walk.experts import split_experts
-    from eval.speed.work import StoredLinear, StoredTable
-    from kernels.support.deploy import deployed
-
-    recipe = _settled(text, model)
-    specs, _ = linears_to_be(recipe, model)
-    zeros = max((method.zeros for method in recipe), default=0.0)
-    outline = deployed(sharing_copy(model))
-    if specs.keys() - dict(outline.named_modules()).keys():
-        split_experts(outline)
-    ends = find_ends(outline)
-    for name, spec in specs.items():
-        out, columns = spec["parts"][0]["shape"]
-        size = round(bits_of(spec["parts"], zeros=zeros) * out * columns / 8)
-        if name != ends.embedding:
-            bias = getattr(outline.get_submodule(name), "bias", None)
-            macs = sum(FORMATS[part["format"]].macs(part) for part in spec["parts"])
-            replace(outline, name, StoredLinear(out, columns, size, macs, bias))
-        if name == ends.embedding or (ends.tied and name == ends.head):
-            replace(outline, ends.embedding, StoredTable(out, size))
-    return outline
-
-
-def _settled(text: str, model: Any) -> list[Any]:
-    """The methods of a recipe.
+    Args:
+        standard: the text of those that are taken if none are given.
 
     Raises:
-        ValueError: they do not fit the model or each other, or the sizes do not follow from their knobs.
+        ValueError: what is stored does not follow from shapes; or two recipes have one name.
     """
-    from compress.method import settle
-    from compress.plan import check_recipe
-    from compress.recipe import methods_of
+    from notebooks.study.costs import PLAIN, recipes_of
 
-    for method in settle(methods_of(text)):
-        if method.stage == "cache":
-            instead = "the size of a cache is given by --cache-bits and --kept"
-        elif method.stage == "drop":
-            instead = "what it drops depends on the weights; the notebook `recipe` predicts the cost of loaded models"
-        elif len(method.variants()) > 1:
-            instead = "what it chooses depends on the weights; the notebook `recipe` predicts the cost of loaded models"
-        else:
-            continue
-        raise ValueError(f"`--recipe` (={text!r}) must do without {method}: {instead}")
-    return check_recipe(text, model, outline=True)
+    found: dict[str, Any] = {}
+    for text in texts or [standard]:
+        for name, methods in recipes_of(text, option).items():
+            if name in {PLAIN, *found}:
+                raise ValueError(f"`{option}` (={text!r}): {name!r} is the name of another row; put a name before it")
+            check(name, methods, option)
+            found[name] = methods
+    return found
 
 
-def _cells(row: Any) -> tuple[str, ...]:
-    """The cells of a predicted step."""
-    return (
-        f"{row.weight_bytes / 1e6:,.1f} MB",
-        f"{row.cache_bytes / 1e6:,.1f} MB",
-        f"{row.flops / 1e9:,.2f} GFLOP",
-        f"{row.predicted_s * 1e3:,.3g} ms",
-        f"{row.batch / row.predicted_s:,.0f}",
-        row.bound,
-    )
+def _rows(stored: Mapping[str, Any], kept: Mapping[str, Any], *, batch: int | None, **about: Any) -> list[tuple]:
+    """The cells of predicted steps, with a head."""
+    from dataclasses import replace
+
+    from eval.speed.cost import predict
+
+    rows = [("weights", "cache", "weights read", "cache read", "operations", "least time", "tokens/s", "bound by")]
+    for name, one in stored.items():
+        for cache, layers in kept.items():
+            row = predict(name, replace(one.work, cache=layers), batch=batch or 1, **about)
+            read = f"{row.weight_bytes / 1e6:,.1f} MB", f"{row.cache_bytes / 1e6:,.1f} MB"
+            time = f"{row.predicted_s * 1e3:,.3g} ms", f"{row.batch / row.predicted_s:,.0f}"
+            rows.append((name, cache, *read, f"{row.flops / 1e9:,.2f} GFLOP", *time, row.bound))
+    return rows
+
+
+_ROOM = (
+    "beside weights and caches there must be room to read a prompt in one pass (activations of all its tokens in the "
+    "widest block, and for a policy that evicts its cache in 16 bits), or for a step's activations and logits; speeds "
+    "are the most that the device's bandwidth and arithmetic allow"
+)
+
+
+def _rows_of_memory(options: argparse.Namespace, found: Sequence[Any]) -> list[tuple]:
+    """The cells of combinations in a memory, with a head.
+
+    Raises:
+        ValueError: none fits; the message says how near one comes.
+    """
+    from eval.record.serving import fastest, largest
+    from notebooks.study.costs import too_small
+
+    most, quickest = largest(found), fastest(found)
+    if most is None:
+        given = f"`--memory` (={options.memory})", f"`--batch` (={options.batch})"
+        raise ValueError(too_small(found, options.context, *given))
+    rows = [("weights", "cache", "weights, MB", "cache each, MB", "room, MB", "sequences", "tokens/s of one",
+             "tokens/s together", "bound by", "")]  # fmt: skip
+    for one in found:
+        marks = [text for text, best in (("most sequences", most), ("most tokens/s", quickest)) if one is best]
+        if not one.fits:
+            marks = [f"{one.sequences} fit" if one.sequences else f"one needs {one.least / 1e9:,.3g} GB"]
+        sizes = (f"{size / 1e6:,.1f}" for size in (one.weight_bytes, one.cache_bytes, one.room))
+        speeds = (f"{one.alone:,.0f}", f"{one.tokens_per_s:,.0f}", one.bound) if one.fits else ("", "", "")
+        rows.append((one.weights, one.cache, *sizes, f"{one.sequences:,}", *speeds, ", ".join(marks)))
+    return rows

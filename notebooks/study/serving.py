@@ -1,0 +1,356 @@
+"""Which weights and which cache let the most sequences decode within a memory: predicted, chosen by measured losses,
+made, and decoded."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from compress import Result, apply
+from compress.allocation.predictions import divergence
+from compress.apply import apply_each
+from compress.kv import CacheBatch, CompressedCache, attach, attached
+from compress.kv.attach import Attachment
+from compress.linear import sharing_copy
+from compress.method import Method
+from eval.evaluate import Scores
+from eval.machine.memory import peak_above_start
+from eval.machine.size import size
+from eval.record.search import CLOSE
+from eval.record.serving import Combination, ServingRecord, ServingRound, fastest, largest
+from eval.speed.cost import combine
+from eval.speed.device_lock import undisturbed
+from eval.speed.work import Work, work
+from eval.text.names import text_name
+from eval.text.windows import mean_and_stderr
+from kernels.clock import clock
+from kernels.linear import fast_linear
+from kernels.support.deploy import deployed
+from kernels.support.errors import check_positive
+from kernels.support.modes import evaluating
+from notebooks.study import costs
+from notebooks.study.service import Service, Shapes
+
+MADE = 3  # combinations that are made at most
+TRIES = 3  # numbers of sequences that are decoded at most
+WARM = 16  # tokens of a first pass, so that what is allocated once is not counted
+
+
+@dataclass(repr=False)
+class Serving:
+    """The model that was made, with its cache attached, and the record of the choice."""
+
+    result: Result
+    record: ServingRecord
+    scores: Scores
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def found(self) -> ServingRecord:
+        """For the run record."""
+        return self.record
+
+    def __repr__(self) -> str:
+        return "\n".join(self.record.sentences())
+
+    def _repr_html_(self) -> str:
+        return "".join(f"<p>{escape(sentence)}</p>" for sentence in self.record.sentences())
+
+
+@dataclass(frozen=True)
+class CacheMeasure:
+    """Of one cache: loss in nats per token; bytes of a sequence's cache behind its prompt and a token; room: further
+    bytes while the prompt was read."""
+
+    loss: float
+    nbytes: int
+    room: int
+
+
+@torch.no_grad()
+def serve(
+    model: PreTrainedModel,
+    batches: Sequence[Tensor],
+    texts: Sequence[Tensor],
+    asked: Service,
+    shapes: Shapes,
+    *,
+    corpus: str,
+    new_tokens: int = 8,
+    device: str | None = None,
+    work_path: str | None = None,
+) -> Serving:
+    """Measure losses and bytes of weights and of caches, choose a combination, make it, and decode with it.
+
+    The loss of a cache is measured with the original weights, that of weights with the original cache; both are
+    assumed to add up. If the combination that was made loses more than its limit, all predictions are corrected by its
+    factor, and another one is chosen, at most three in all. Then as many sequences as predicted are decoded together;
+    if they take more than the memory, fewer are.
+
+    Args:
+        batches: calibration tokens, as for `apply`.
+        texts: of `contexts_of`, [1, context + scored] each: the first `context` tokens are read as a prompt, and the
+            predictions for the others are compared. They are the prompts of the sequences as well, as often as needed.
+        shapes: of `predict_service`.
+        corpus: name of the text, for the scores.
+        new_tokens: tokens that are decoded of every sequence.
+
+    Raises:
+        ValueError: no combination that fits is within the limit of the divergence; the message says how near one comes.
+    """
+    check_positive(new_tokens=new_tokens)
+    results = apply_each(asked.weights, model, batches, device=device, work_path=work_path or None)
+    return _Service(model, texts, asked, shapes, results, new_tokens).run(text_name(corpus) or corpus)
+
+
+class _Service:
+    """The measurements of one service, and what is chosen by them."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        texts: Sequence[Tensor],
+        asked: Service,
+        shapes: Shapes,
+        results: Mapping[str, Result],
+        new_tokens: int,
+    ) -> None:
+        self.model, self.texts, self.asked, self.shapes, self.results, self.new_tokens = (
+            model, texts, asked, shapes, results, new_tokens,
+        )  # fmt: skip
+        self.expected = self._logits(model, [])
+        self.works = {name: self._weights(self._model(name)) for name in (costs.PLAIN, *asked.weights)}
+        self.losses = {name: self._loss(one.model, [])[0] for name, one in results.items()}
+        self.caches = self._measure_caches()
+
+    def run(self, corpus: str) -> Serving:
+        made: dict[tuple[str, str], tuple[float, float | None]] = {}
+        factor = 1.0
+        while len(made) < MADE:
+            best = self._choose(made, factor)
+            if (place := (best.weights, best.cache)) in made:
+                break
+            made[place] = self._loss(self._model(best.weights), self._methods(best.cache))
+            factor = made[place][0] / max(best.loss or 0.0, 1e-9) if best.loss else factor
+        place = self._kept(made)
+        found = self._combinations()
+        kept = next(i for i, one in enumerate(found) if (one.weights, one.cache) == place)
+        rounds = self._decode(found[kept])
+        record = ServingRecord(
+            memory=self.asked.memory,
+            context=self.asked.context,
+            max_kl=self.asked.max_kl,
+            aim=self.asked.aim,
+            device=self.asked.device,
+            by_shapes=next(one for one in self.shapes.found if (one.weights, one.cache) == place),
+            found=tuple(found),
+            kept=kept,
+            divergence=made[place][0],
+            divergence_stderr=made[place][1],
+            tried=len(made),
+            factor=factor,
+            rounds=tuple(rounds),
+            weights={name: Service.text(methods) for name, methods in self.asked.weights.items()},
+            caches={name: Service.text(methods) for name, methods in self.asked.caches.items()},
+            windows=len(self.texts),
+            scored=self.texts[0].shape[1] - self.asked.context,
+        )
+        return Serving(self._result(found[kept]), record, self._scores(record, corpus))
+
+    # What is measured of weights and caches.
+
+    def _model(self, weights: str) -> PreTrainedModel:
+        return self.model if weights == costs.PLAIN else self.results[weights].model
+
+    def _methods(self, cache: str) -> list[Method]:
+        return self.asked.caches.get(cache, [])
+
+    def _weights(self, model: PreTrainedModel) -> tuple[Work, int]:
+        """The work of a step with these weights, and their bytes in memory."""
+        plain = next(iter(self.shapes.kept.values()))
+        small = deployed(model)
+        return work(small, cache=plain), size(small).resident_bytes
+
+    def _logits(self, model: PreTrainedModel, methods: Sequence[Method]) -> list[Tensor]:
+        """Of every text, logits [1, scored, vocabulary] behind the context, which is kept by these methods."""
+        context, texts = self.asked.context, [text.to(model.device) for text in self.texts]
+        with evaluating(model), fast_linear():
+            if not methods:
+                scored = texts[0].shape[1] - context
+                return [model(text, use_cache=False, logits_to_keep=scored).logits.cpu() for text in texts]
+            with attached(model, methods) as attachment:
+                caches = (self._read(model, attachment.cache(), text[:, :context])[0] for text in texts)
+                return [
+                    model(text[:, context:], past_key_values=cache, use_cache=True).logits.cpu()
+                    for text, cache in zip(texts, caches, strict=True)
+                ]
+
+    def _loss(self, model: PreTrainedModel, methods: Sequence[Method]) -> tuple[float, float | None]:
+        """The divergence behind the context, nats per token, and its standard error over texts."""
+        pairs = zip(self.expected, self._logits(model, methods), strict=True)
+        scored = [wanted.shape[1] for wanted in self.expected]
+        sums = [divergence([wanted], [found]) * count for (wanted, found), count in zip(pairs, scored, strict=True)]
+        return mean_and_stderr(sums, scored)
+
+    @staticmethod
+    def _read(model: PreTrainedModel, cache: CompressedCache, prompt: Tensor) -> tuple[CompressedCache, Tensor]:
+        """Read a prompt [1, n], after which nothing is evicted any more; with the most likely next token [1, 1]."""
+        logits = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        cache.paused = True
+        return cache, logits[:, -1:].argmax(-1)
+
+    def _measure_caches(self) -> dict[str, CacheMeasure]:
+        small, found = deployed(self.model), dict[str, CacheMeasure]()
+        names = (costs.PLAIN, *self.asked.caches)
+        for name in tqdm(names, desc="caches", unit="cache"):
+            loss = self._loss(self.model, self._methods(name))[0] if name != costs.PLAIN else 0.0
+            with attached(small, self._methods(name)) as attachment:
+                self._read(small, attachment.cache(), self.texts[0][:, :WARM].to(small.device))
+                with peak_above_start(small.device) as peak:
+                    prompt = self.texts[0][:, : self.asked.context].to(small.device)
+                    cache, token = self._read(small, attachment.cache(), prompt)
+                    small(token, past_key_values=cache, use_cache=True)
+                found[name] = CacheMeasure(loss, cache.nbytes, max(peak.bytes - cache.nbytes, 0))
+        return found
+
+    # What is chosen.
+
+    def _combinations(self) -> list[Combination]:
+        """All combinations, by measured bytes and losses."""
+        found = []
+        for weights, (step, weight_bytes) in self.works.items():
+            for cache, measured in self.caches.items():
+                found.append(
+                    combine(
+                        weights,
+                        cache,
+                        dataclasses.replace(step, cache=self.shapes.kept[cache]),
+                        weight_bytes=weight_bytes,
+                        prompt_room=measured.room,
+                        step_room=self.shapes.step_room,
+                        memory=self.asked.memory,
+                        context=self.asked.context,
+                        batch=self.asked.batch,
+                        ceilings=self.shapes.ceilings,
+                        cache_bytes=measured.nbytes,
+                        loss=self.losses.get(weights, 0.0) + measured.loss,
+                    )
+                )
+        return found
+
+    def _choose(self, made: Mapping[tuple[str, str], tuple[float, float | None]], factor: float) -> Combination:
+        """The best combination within the limit of the divergence, which is measured or predicted for each."""
+        fitting = [one for one in self._combinations() if one.fits]
+        if not fitting:
+            raise ValueError(f"{self.asked.too_small(self._combinations())}, as measured")
+
+        def loss(one: Combination) -> float:
+            known = made.get((one.weights, one.cache))
+            alone = costs.PLAIN in (one.weights, one.cache)  # the loss of one part, which is measured
+            return known[0] if known else (1.0 if alone else factor) * (one.loss or 0.0)
+
+        limit = self.asked.max_kl
+        within = [one for one in fitting if limit is None or loss(one) <= limit * (1 + CLOSE)]
+        if not within:
+            best = min(fitting, key=loss)
+            raise ValueError(
+                f"`max_kl` (={limit:g}) cannot be kept: of the combinations that fit into the memory, weights "
+                f"{best.weights} with cache {best.cache} lose least, {loss(best):.4f} nats per token"
+            )
+        best = (largest if self.asked.aim == "sequences" else fastest)(within)
+        assert best is not None
+        return best
+
+    def _kept(self, made: Mapping[tuple[str, str], tuple[float, float | None]]) -> tuple[str, str]:
+        """Of the combinations that were made, the best within the limit; else the one that loses least."""
+        limit = self.asked.max_kl
+        within = [place for place, (kl, _) in made.items() if limit is None or kl <= limit * (1 + CLOSE)]
+        if not within:
+            return min(made, key=lambda place: made[place][0])
+        found = [one for one in self._combinations() if (one.weights, one.cache) in within]
+        best = (largest if self.asked.aim == "sequences" else fastest)(found)
+        assert best is not None
+        return best.weights, best.cache
+
+    # What is made.
+
+    def _decode(self, chosen: Combination) -> list[ServingRound]:
+        """Decode as many sequences as predicted, or fewer if these take more than the memory."""
+        small, count, rounds = deployed(self._model(chosen.weights)), chosen.batch, list[ServingRound]()
+        resident = size(small).resident_bytes
+        while True:
+            peak, held, rate = self._together(small, self._methods(chosen.cache), count)
+            rounds.append(ServingRound(count, resident + peak, held, rate))
+            over = resident + peak - self.asked.memory
+            if over <= 0 or count == 1 or len(rounds) == TRIES:
+                return rounds
+            count = max(count - max(-(-over * count // held), 1), 1)
+
+    def _together(self, model: PreTrainedModel, methods: Sequence[Method], count: int) -> tuple[int, int, float | None]:
+        """Decode sequences in one batch: the peak of the memory above that of the weights, the bytes of all caches, and
+        tokens per second of all sequences."""
+        device = model.device
+        with attached(model, methods) as attachment, evaluating(model):
+            self._read(model, attachment.cache(), self.texts[0][:, :WARM].to(device))
+            with peak_above_start(device) as peak:
+                read = self._read_prompts(model, attachment, count)
+                caches, token = CacheBatch([cache for cache, _ in read]), torch.cat([token for _, token in read])
+                with undisturbed(device):
+                    begin = clock(device)
+                    for _ in tqdm(range(self.new_tokens), desc="tokens", unit="step"):
+                        logits = model(token, past_key_values=caches, use_cache=True, logits_to_keep=1).logits
+                        token = logits[:, -1:].argmax(-1)
+                    seconds = clock(device) - begin
+            held = sum(cache.nbytes for cache, _ in read)
+        return peak.bytes, held, count * self.new_tokens / seconds
+
+    def _read_prompts(
+        self, model: PreTrainedModel, attachment: Attachment, count: int
+    ) -> list[tuple[CompressedCache, Tensor]]:
+        """The caches of this many prompts with their next tokens. Each text is read once, and further sequences get
+        copies of its cache; the last text is read when all other caches are there."""
+        *others, last = [text[:, : self.asked.context].to(model.device) for text in self.texts[:count]]
+        others = others or [last]
+        progress = tqdm(others, desc="prompts", unit="prompt")
+        read = [self._read(model, attachment.cache(), prompt) for prompt in progress]
+        while len(read) < count - 1:
+            read.append(copy.deepcopy(read[len(read) % len(others)]))
+        return [*read, self._read(model, attachment.cache(), last)] if count > 1 else read
+
+    def _result(self, chosen: Combination) -> Result:
+        """The chosen model as the result of one recipe, with its cache attached."""
+        methods = self._methods(chosen.cache)
+        if chosen.weights in self.results:
+            one = self.results[chosen.weights]
+            made = dataclasses.replace(one, recipe=[*one.recipe, *methods], asked=[*one.asked, *methods])
+        else:
+            some = next(iter(self.results.values()), None) or apply(methods, sharing_copy(self.model))
+            own = {"model": sharing_copy(self.model), "recipe": methods, "asked": methods, "layers": [], "kept": []}
+            made = dataclasses.replace(some, **own, folds=[], allocation=None, notes=[], kernels={}, calibration=None)
+        if methods:
+            attach(made.model, methods)
+            made.notes = [*made.notes, *(one for m in methods for one in m.remarks(made.model.device))]
+        return made
+
+    def _scores(self, record: ServingRecord, corpus: str) -> Scores:
+        """The measurements in the form of the record."""
+        plain, (_, before) = self.caches[costs.PLAIN], self.works[costs.PLAIN]
+        last, kept = record.rounds[-1], record.found[record.kept]
+        metrics = {
+            "baseline": {"stored_bytes": before, "cache_bytes": plain.nbytes},
+            "compressed": {
+                f"kl_{corpus}": record.divergence,
+                "stored_bytes": kept.weight_bytes,
+                "cache_bytes": last.cache_bytes / last.sequences,
+                "peak_memory_bytes": last.peak_bytes,
+            },
+        }
+        if record.divergence_stderr is not None:
+            metrics["compressed"][f"kl_{corpus}_stderr"] = record.divergence_stderr
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return Scores(metrics, device=self.model.device.type, dtype=dtype, deploy_dtype="bfloat16")

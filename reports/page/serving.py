@@ -1,0 +1,62 @@
+"""Weights and caches within a memory: what was asked, predicted and measured, and every combination."""
+
+from typing import Any
+
+from eval.record.metrics import number
+from eval.record.rows import RunRecord
+from eval.record.serving import Combination, ServingRecord, fastest, largest
+from reports.page.search import WishRow, as_row, megabytes, whole
+from reports.parts.text import clean
+
+
+def context(run: RunRecord) -> dict[str, Any]:
+    """The data for templates/serving.html from a record; {} if nothing was served."""
+    made = run.serving
+    if made is None or not made.rounds or not made.found:
+        return {}
+    marks = (
+        ("chosen", made.found[made.kept]),
+        ("most sequences", largest(made.found)),
+        ("most tokens/s", fastest(made.found)),
+    )
+    return {
+        "said": [clean(sentence, 600) for sentence in made.sentences()],
+        "wishes": _wishes(made),
+        "found": [_cells(one, [mark for mark, best in marks if one is best]) for one in made.found],
+        "recipes": [
+            (kind, clean(name, 60), clean(text, 300))
+            for kind, of in (("weights", made.weights), ("cache", made.caches))
+            for name, text in of.items()
+        ],
+        "device": clean(made.device, 40),
+        "windows": made.windows,
+        "scored": made.scored,
+        "tried": made.tried,
+        "factor": made.factor,
+    }
+
+
+def _wishes(made: ServingRecord) -> list[WishRow]:
+    """What was predicted: bytes from shapes, the divergence as the sum of measured losses, the speed by the cost
+    model."""
+    last, kept, shapes = made.rounds[-1], made.found[made.kept], made.by_shapes
+    together = last.cache_bytes / last.sequences
+    held = shapes.weight_bytes + shapes.batch * shapes.cache_bytes + shapes.room
+    return [
+        as_row("memory, MB", made.memory, held, last.peak_bytes, megabytes),
+        as_row("sequences", None, shapes.sequences, last.sequences, whole, most=False),
+        as_row("weights, MB", None, shapes.weight_bytes, kept.weight_bytes, megabytes),
+        as_row("cache of one sequence, MB", None, shapes.cache_bytes, together, lambda size: f"{size / 1e6:.2f}"),
+        as_row("divergence, nats per token", made.max_kl, kept.loss or 0.0, made.divergence, number),
+        as_row("tokens/s together", None, shapes.tokens_per_s, last.tokens_per_s, whole, most=False),
+    ]
+
+
+def _cells(one: Combination, marks: list[str]) -> tuple[str, ...]:
+    """The cells of a combination."""
+    loss = "" if one.loss is None else number(one.loss)
+    if not one.fits:
+        marks = [*marks, f"one needs {megabytes(one.least)} MB"]
+    speeds = (whole(one.alone), whole(one.tokens_per_s)) if one.fits else ("", "")
+    sizes = megabytes(one.weight_bytes), f"{one.cache_bytes / 1e6:.2f}", megabytes(one.room)
+    return clean(one.weights, 80), clean(one.cache, 80), *sizes, loss, f"{one.sequences:,}", *speeds, ", ".join(marks)
