@@ -97,7 +97,7 @@ def fit(
         batches: calibration tokens, as for `apply`.
         method: the choices, of `search_method`; None: a standard set.
         timer: times models that decode, in turns (`eval.speed.speed.timer`); needed for limits of speed.
-        device, work_path: as for `apply`; the folder also keeps the measured losses.
+        device, work_path: as for `apply`. Measured losses and times are kept in the user's cache folder.
 
     Raises:
         ValueError: before any work, if the model or a choice cannot be handled; after the measurements, if no choices
@@ -109,15 +109,13 @@ def fit(
         raise ValueError("`fit` times models, and several processes would find different choices: run one process")
     method = method or search_method()
     how: dict[str, Any] = {"device": device, "work_path": work_path}
-    check_library(model, batches, method, most=wishes.max_bytes, **how)
-    times = _times(model, method, wishes, timer, work_path)
-    library = measure_library(model, batches, method, **how)
+    check_library(model, batches, method, most=wishes.max_bytes, device=device)
+    times = _times(model, method, wishes, timer)
+    library = measure_library(model, batches, method, device=device)
     return _Search(model, batches, wishes, library, times, timer, how).run()
 
 
-def _times(
-    model: PreTrainedModel, method: Mixed, wishes: Wishes, timer: Timer | None, work_path: str | Path | None
-) -> Times | None:
+def _times(model: PreTrainedModel, method: Mixed, wishes: Wishes, timer: Timer | None) -> Times | None:
     """The times of all choices, before losses are measured, which takes longer.
 
     Raises:
@@ -130,7 +128,7 @@ def _times(
                 "out `min_decode` and `min_prefill`, and give only one of `max_bytes` and `max_kl`"
             )
         return None
-    times = None if timer is None else measure_times(method, model, timer, work_path)
+    times = None if timer is None else measure_times(method, model, timer)
     if not same_choices(method, model):  # a mixture may be faster than any model with one choice
         return times
     for name, place in (("min_decode", 0), ("min_prefill", 1)):

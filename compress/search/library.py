@@ -130,20 +130,17 @@ def check_library(
     *,
     most: float | None = None,
     device: str | None = None,
-    work_path: str | Path | None = None,
 ) -> Plan:
     """The plan of a measurement of all choices, by which everything is refused that can be before the work.
 
     Args:
         method: of `search_method`.
         most: bytes that the whole model may have; None: any number.
-        work_path: folder that keeps what was measured, so that the next search with the same model, text and choices
-            need not measure it again; None: the user's cache folder.
 
     Raises:
         ValueError: the model or the choices cannot be handled, or even the smallest choices take more bytes.
     """
-    planned = plan([method], model, batches, device=device, work_path=work_path or cache_folder("search"))
+    planned = plan([method], model, batches, device=device, work_path=cache_folder("search"))
     (method,) = planned.recipe
     if most is not None and (smallest := method.smallest_size(model)) > most:
         raise ValueError(
@@ -160,11 +157,11 @@ def measure_library(
     method: Mixed,
     *,
     device: str | None = None,
-    work_path: str | Path | None = None,
 ) -> Library:
     """Measure the loss of every choice of every layer, on the model as it is; arguments and errors as in
-    `check_library`."""
-    planned = check_library(model, batches, method, device=device, work_path=work_path)
+    `check_library`. What was measured is kept in the user's cache folder, so that the next search with the same model,
+    text and choices need not measure it again."""
+    planned = check_library(model, batches, method, device=device)
     (method,) = planned.recipe
     work = sharing_copy(model)
     split_all_experts(work)
@@ -198,17 +195,14 @@ def same_choices(method: Mixed, model: nn.Module) -> bool:
     return all(takes(one, name, shape) for name, shape in shapes.items() for one in inside)
 
 
-def measure_times(method: Mixed, model: PreTrainedModel, timer: Timer, work_path: str | Path | None = None) -> Times:
+def measure_times(method: Mixed, model: PreTrainedModel, timer: Timer) -> Times:
     """Time the original and a model for every choice of `mixed`, in the same turns, or read what an earlier search for
     the same shapes and choices, on the same machine and with the same kernels, has measured.
-
-    Args:
-        work_path: the folder that keeps the times; None: the user's cache folder.
 
     Raises:
         ValueError: the timer gave no speed for a model.
     """
-    kept = Path(work_path or cache_folder("search")) / f"times-{_circumstances(method, model)}.json"
+    kept = cache_folder("search") / f"times-{_circumstances(method, model)}.json"
     with suppress(OSError, ValueError, TypeError):
         found = json.loads(kept.read_text(encoding="utf-8"))
         return Times(tuple(found["original"]), found["decode"], found["prefill"], earlier=True)

@@ -197,12 +197,15 @@ def test_times_of_a_choice_that_few_layers_can_have_are_theirs(tiny, batches):
     assert [bool(one.decode) for one in at_ends] == [name == library.head for name in library.ends for _ in costs[name]]
 
 
-def test_losses_are_measured_once_for_the_same_question(model, batches, monkeypatch):
+def test_losses_are_measured_once_for_the_same_question(model, batches, monkeypatch, tmp_path):
+    """Also in runs that have work folders of their own, as those of a sweep have."""
     first = measure_library(model, batches, chooser())
     measured = []
     own = ScaledLoss.of
     monkeypatch.setattr(ScaledLoss, "of", lambda self, *args: measured.append(0) or own(self, *args))
     assert measure_library(model, batches, chooser()).layers == first.layers and not measured
+    fit(model, batches, Wishes(max_bytes=2e9), method=chooser(), work_path=tmp_path / "other")
+    assert not measured
     measure_library(model, batches, search_method(BLOCKS, tokens=48))
     assert measured, "on other tokens"
 
