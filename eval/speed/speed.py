@@ -260,7 +260,7 @@ def _time_parts(variant: TimedModel, prompt_tokens: int, new_tokens: int, batch:
     """Time the parts of a step that runs in one call of C++, in steps of their own."""
     if isinstance(variant.step, FastDecoder) and isinstance(variant.step.step, NativeStep):
         step, size = variant.step.step.step, (prompt_tokens, new_tokens, batch)
-        context, usual = prompt_tokens + new_tokens // 2, statistics.median(variant.token_s)
+        context, usual = prompt_tokens + new_tokens // 2, 1 / statistics.median(1 / s for s in variant.token_s)
         variant.parts = time_parts(step, context, usual, lambda: _round(variant, *size)[1])
 
 
