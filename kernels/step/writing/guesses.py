@@ -68,13 +68,14 @@ class Pace:
         """Is the time of steps with one token known?"""
         return len(self._alone) >= FIRST
 
-    def count(self, kind: int, likely: float) -> int:
+    def count(self, kind: int, likely: float, tries: float = 2.0) -> int:
         """The number of tokens to guess.
 
         Args:
-            kind: of the guess; acceptance is measured for each kind. likely: acceptance of a token at the beginning.
+            kind: of the guess; acceptance is measured for each kind. likely: acceptance of a token at the beginning,
+                which counts as much as so many tries.
         """
-        accepted, tried = self._rates.setdefault(kind, [2 * likely, 2.0])
+        accepted, tried = self._rates.setdefault(kind, [tries * likely, tries])
         if not self.measured:
             return 0
         rate = min(accepted / tried, 0.99)
@@ -168,7 +169,7 @@ class Draft:
         self._guessed = 0
         if self._ended or not self._pace.measured:
             return []
-        count = self._pace.count(0, 0.7)
+        count = self._pace.count(0, 0.8, 8.0)
         if not count:
             self._rests, self._ended = True, self._again
             return []
