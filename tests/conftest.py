@@ -60,6 +60,17 @@ WARM = str(Path(__file__).with_name("warm.py"))
 def pytest_collection_modifyitems(items: list[pytest.Item]):
     """Cases that others prove are slow; long tests come first in either half of what is left, so that two processes
     share them and end together."""
+    if not os.environ.get("EVERY_CASE"):  # sanitizers and emulators take the whole products of the kernels
+        _mark_turns(items)
+    yield  # what `-m` leaves out is taken from the list
+    long = [item for item in items if item.get_closest_marker("long")]
+    short = [item for item in items if not item.get_closest_marker("long")]
+    middle = len(short) // 2
+    items[:] = [*long[::2], *short[:middle], *long[1::2], *short[middle:]]
+
+
+def _mark_turns(items: list[pytest.Item]) -> None:
+    """Mark the cases that `in_turns` and `any_model` leave to `make test-all` as slow."""
     for item in items:
         if "any_model" in item.fixturenames and (_turn_of(item) + FEW.index(item.callspec.params["any_model"])) % 2:
             item.add_marker(pytest.mark.slow)
@@ -74,11 +85,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
                     case.add_marker(pytest.mark.slow)
         else:
             _keep_turns(cases)
-    yield  # what `-m` leaves out is taken from the list
-    long = [item for item in items if item.get_closest_marker("long")]
-    short = [item for item in items if not item.get_closest_marker("long")]
-    middle = len(short) // 2
-    items[:] = [*long[::2], *short[:middle], *long[1::2], *short[middle:]]
 
 
 def _turn_of(item: pytest.Item) -> int:

@@ -21,5 +21,5 @@ runtime="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)
 for isa in "" avx2 portable; do
   echo "WORKBENCH_ISA=$isa"
   WORKBENCH_ISA=$isa LD_PRELOAD=$runtime ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-    "$python" -m pytest -q -p no:cacheprovider --capture=sys -m "not slow" -k "not (frozen or compile or graph)" "$@" $files
+    EVERY_CASE=1 "$python" -m pytest -q -p no:cacheprovider --capture=sys -m "not slow" -k "not (frozen or compile or graph)" "$@" $files
 done

@@ -44,7 +44,7 @@ def test_no_result_depends_on_it(tmp_path):
     files = [HERE / file for file in CASES]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-k", names, *files],
-        env={**os.environ, "LD_PRELOAD": str(library)},
+        env={**os.environ, "LD_PRELOAD": str(library), "EVERY_CASE": "1"},
         capture_output=True,
         text=True,
     )
