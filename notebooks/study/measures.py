@@ -21,10 +21,10 @@ from eval.speed.cost import cost_model, speed_rows
 from eval.speed.device_lock import undisturbed
 from eval.speed.efficiency import check_efficiency, measure_efficiency
 from eval.speed.layercast import layercast
+from eval.speed.lossless import check_lossless, measure_lossless
 from eval.speed.speed_grid import check_speed_grid, measure_speed_grid
 from eval.tasks.tasks import answer_tasks, check_tasks
 from eval.writing.generation_sweep import check_generations, compare_generations
-from eval.writing.lossless import check_lossless, measure_lossless
 from kernels.harness import roofline
 from notebooks.study.run import Run
 

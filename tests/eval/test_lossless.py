@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from eval.record.metrics import better
 from eval.record.reading import plain
 from eval.record.rows import typed
-from eval.writing import lossless
-from eval.writing.lossless import AGAIN, KINDS, agreement, check_lossless, mean_accepted, measure_lossless
+from eval.speed import lossless
+from eval.speed.lossless import AGAIN, KINDS, agreement, check_lossless, mean_accepted, measure_lossless
 from kernels import native
 from reports.page.lossless import context
 
