@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn.functional import kl_div
 
 from compress import apply
 from compress.kv import attached
-from compress.kv.attach import attached_methods
+from compress.kv.attach import Attachment, attached_methods
 from compress.linear import sharing_copy
 from eval.machine.memory import Peak
 from eval.machine.size import size
@@ -250,6 +251,6 @@ def test_rounding_in_16_bits_does_not_keep_caches_from_being_attached(model, tex
         if of.dtype != torch.float32:
             raise ValueError("rounding")
 
-    monkeypatch.setattr("compress.kv.attach.check_identity", check)
+    monkeypatch.setattr(sys.modules[Attachment.__module__], "check_identity", check)
     record = made(model, texts, batch=2, weights="rtn(bits=4, group_size=32)", caches="kv_int").record
     assert record.rounds[-1].sequences == 2
