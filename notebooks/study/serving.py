@@ -3,7 +3,8 @@ made, and decoded."""
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 
@@ -31,7 +32,7 @@ from eval.text.names import text_name
 from eval.text.windows import mean_and_stderr
 from kernels.clock import clock
 from kernels.linear import fast_linear
-from kernels.support.deploy import deployed
+from kernels.support.deploy import cast, deployed
 from kernels.support.errors import check_positive
 from kernels.support.modes import evaluating
 from notebooks.study import costs
@@ -205,18 +206,28 @@ class _Service:
         return cache, logits[:, -1:].argmax(-1)
 
     def _measure_caches(self) -> dict[str, CacheMeasure]:
-        small, found = deployed(self.model), dict[str, CacheMeasure]()
-        names = (costs.PLAIN, *self.asked.caches)
-        for name in tqdm(names, desc="caches", unit="cache"):
-            loss = self._loss(self.model, self._methods(name))[0] if name != costs.PLAIN else 0.0
-            with attached(small, self._methods(name)) as attachment:
-                self._read(small, attachment.cache(), self.texts[0][:, :WARM].to(small.device))
-                with peak_above_start(small.device) as peak:
-                    prompt = self.texts[0][:, : self.asked.context].to(small.device)
-                    cache, token = self._read(small, attachment.cache(), prompt)
-                    small(token, past_key_values=cache, use_cache=True)
-                found[name] = CacheMeasure(loss, cache.nbytes, max(peak.bytes - cache.nbytes, 0))
+        names, found = (costs.PLAIN, *self.asked.caches), dict[str, CacheMeasure]()
+        losses = {
+            name: self._loss(self.model, self._methods(name))[0] if name != costs.PLAIN else 0.0 for name in names
+        }
+        with self._deployed(costs.PLAIN) as small:
+            for name in tqdm(names, desc="caches", unit="cache"):
+                with attached(small, self._methods(name)) as attachment:
+                    self._read(small, attachment.cache(), self.texts[0][:, :WARM].to(small.device))
+                    with peak_above_start(small.device) as peak:
+                        prompt = self.texts[0][:, : self.asked.context].to(small.device)
+                        cache, token = self._read(small, attachment.cache(), prompt)
+                        small(token, past_key_values=cache, use_cache=True)
+                    found[name] = CacheMeasure(losses.get(name, 0.0), cache.nbytes, max(peak.bytes - cache.nbytes, 0))
         return found
+
+    @contextmanager
+    def _deployed(self, weights: str) -> Iterator[PreTrainedModel]:
+        """A 16-bit copy of a model for caches of any methods. Whether they can be attached is checked before the model
+        is cast: in 16 bits, rounding alone may differ by more than the check allows."""
+        copied = sharing_copy(self._model(weights))
+        with attached(copied):
+            yield cast(copied, torch.bfloat16).eval()
 
     # What is chosen.
 
@@ -281,15 +292,16 @@ class _Service:
 
     def _decode(self, chosen: Combination) -> list[ServingRound]:
         """Decode as many sequences as predicted, or fewer if these take more than the memory."""
-        small, count, rounds = deployed(self._model(chosen.weights)), chosen.batch, list[ServingRound]()
-        resident = size(small).resident_bytes
-        while True:
-            peak, held, rate = self._together(small, self._methods(chosen.cache), count)
-            rounds.append(ServingRound(count, resident + peak, held, rate))
-            over = resident + peak - self.asked.memory
-            if over <= 0 or count == 1 or len(rounds) == TRIES:
-                return rounds
-            count = max(count - max(-(-over * count // held), 1), 1)
+        count, rounds = chosen.batch, list[ServingRound]()
+        with self._deployed(chosen.weights) as small:
+            resident = size(small).resident_bytes
+            while True:
+                peak, held, rate = self._together(small, self._methods(chosen.cache), count)
+                rounds.append(ServingRound(count, resident + peak, held, rate))
+                over = resident + peak - self.asked.memory
+                if over <= 0 or count == 1 or len(rounds) == TRIES:
+                    return rounds
+                count = max(count - max(-(-over * count // held), 1), 1)
 
     def _together(self, model: PreTrainedModel, methods: Sequence[Method], count: int) -> tuple[int, int, float | None]:
         """Decode sequences in one batch: the peak of the memory above that of the weights, the bytes of all caches, and

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn.functional import kl_div
 
 from compress import apply
 from compress.kv import attached
-from compress.kv.attach import attached_methods
+from compress.kv.attach import Attachment, attached_methods
 from compress.linear import sharing_copy
 from eval.machine.memory import Peak
 from eval.machine.size import size
@@ -241,3 +242,15 @@ def test_sequences_have_caches_of_their_own(model, texts):
             buffers = [layer.slabs[0].k.buffer.data_ptr() for cache, _ in read for layer in cache.filled]
             assert len(read) == count and len(set(buffers)) == 2 * count
             assert len({round(float(cache.filled[1].slabs[0].k.view.sum()), 3) for cache, _ in read}) == min(count, 2)
+
+
+def test_rounding_in_16_bits_does_not_keep_caches_from_being_attached(model, texts, monkeypatch):
+    """They are attached before the model is cast: with 4-bit weights, logits in 16 bits may differ by more."""
+
+    def check(of, *more, **how):
+        if of.dtype != torch.float32:
+            raise ValueError("rounding")
+
+    monkeypatch.setattr(sys.modules[Attachment.__module__], "check_identity", check)
+    record = made(model, texts, batch=2, weights="rtn(bits=4, group_size=32)", caches="kv_int").record
+    assert record.rounds[-1].sequences == 2
