@@ -41,14 +41,15 @@ def _wishes(made: ServingRecord) -> list[WishRow]:
     model."""
     last, kept, shapes = made.rounds[-1], made.found[made.kept], made.by_shapes
     together = last.cache_bytes / last.sequences
+    timed = last.tokens_per_s if made.device == "here" else None  # another device's prediction is not compared
     held = shapes.weight_bytes + shapes.batch * shapes.cache_bytes + shapes.room
     return [
         as_row("memory, MB", made.memory, held, last.peak_bytes, megabytes),
-        as_row("sequences", None, shapes.sequences, last.sequences, whole, most=False),
+        as_row("sequences", None, shapes.batch, last.sequences, whole, most=False),
         as_row("weights, MB", None, shapes.weight_bytes, kept.weight_bytes, megabytes),
         as_row("cache of one sequence, MB", None, shapes.cache_bytes, together, lambda size: f"{size / 1e6:.2f}"),
         as_row("divergence, nats per token", made.max_kl, kept.loss or 0.0, made.divergence, number),
-        as_row("tokens/s together", None, shapes.tokens_per_s, last.tokens_per_s, whole, most=False),
+        as_row(f"tokens/s together, {clean(made.device, 40)}", None, shapes.tokens_per_s, timed, whole, most=False),
     ]
 
 

@@ -190,6 +190,7 @@ def test_the_page_shows_what_was_asked_predicted_and_measured(served):
     rows = {row.name: row for row in shown["wishes"]}
     assert rows["memory, MB"].asked == "25.0" and rows["memory, MB"].kept == "yes"
     assert rows["divergence, nats per token"].kept == "yes" and rows["sequences"].asked == ""
+    assert rows["tokens/s together, l4"].measured == "" and rows["tokens/s together, l4"].predicted
     assert len(shown["found"]) == 9 and sum("chosen" in cells[-1] for cells in shown["found"]) == 1
     assert ("cache", "half", "snapkv(budget=0.5)") in shown["recipes"]
     assert page.context(typed({})) == {} and "A memory of 25 MB is to hold" in repr(served)
