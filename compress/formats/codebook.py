@@ -1,6 +1,7 @@
 """Indices into a small table, with a scale per group of columns; the scales as floats, or quantised once more."""
 
 from functools import cache
+from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -145,6 +146,11 @@ class CodebookGroup(Format):
         group_size = shape[1] if group_size == -1 else group_size
         settings = {"bits": bits, "group_size": group_size, "double_quant": double_quant}
         return {"format": cls.name, "shape": list(shape), **settings, **scales_spec(scale_dtype)}
+
+    @classmethod
+    def expected_bits(cls, spec: dict[str, Any], float_bits: int, zeros: float = 0.0) -> float:
+        table = 32 * (1 << spec["bits"]) / prod(spec["shape"])  # one for all rows
+        return super().expected_bits(spec, float_bits) + table
 
     @classmethod
     def from_tensors(cls, spec: dict[str, Any], tensors: dict[str, Tensor]) -> "CodebookGroup":
