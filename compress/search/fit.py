@@ -215,7 +215,10 @@ class _Search:
         if self.wishes.timed and self.timer and self.times:
             found = self.timer({ORIGINAL: self.model, "chosen": result.model})
             ratios = [after / before for before, after in zip(found[ORIGINAL], found["chosen"], strict=True)]
-            rates = tuple(rate * ratio for rate, ratio in zip(self.times.original, ratios, strict=True))
+            if self.wishes.times:  # the limit is a ratio, and so is what was measured
+                rates = tuple(rate * ratio for rate, ratio in zip(self.times.original, ratios, strict=True))
+            else:
+                rates = found["chosen"]
             predicted = 1 + costs.decode, 1 + costs.prefill  # times, of which the original's is 1
             if not uniform:
                 self.slower = tuple(1 / ratio / time for ratio, time in zip(ratios, predicted, strict=True))
@@ -247,8 +250,9 @@ class _Search:
     def _near(self, uniform: dict[str, str]) -> bool:
         """Whether a model with one choice everywhere may be as good as the best that was made."""
         value = {"loss": lambda p: p.loss, "bytes": lambda p: p.bytes, "decode": lambda p: 1 / (p.decode or 1)}
-        point = self._point(uniform)
-        return value[self._aim](point) <= NEAR * min(value[self._aim](self._point(one)) for _, one in self.made)
+        made = [chosen for one, (_, chosen) in zip(self.rounds, self.made, strict=True) if self._keeps(one)]
+        best = min(value[self._aim](self._point(chosen)) for chosen in made or [chosen for _, chosen in self.made])
+        return value[self._aim](self._point(uniform)) <= NEAR * best
 
     def _best(self, uniform: dict[str, str] | None) -> tuple[Result, SearchRecord]:
         rounds = self.rounds

@@ -33,6 +33,7 @@ from compress.walk.statistics import Collector
 from compress.walk.walk import stored_as
 from compress.weights.mixed import Mixed
 from eval.record.search import SearchLayer
+from kernels import native
 from kernels.support.files import write_whole
 from kernels.support.modes import evaluating
 from kernels.support.source import code_sha256
@@ -40,6 +41,7 @@ from kernels.support.user_cache import cache_folder
 
 ORIGINAL = "original"
 KERNELS = Path(kernels.__file__).parent
+PHASES = "decode", "prefill"
 
 # Models that decode: {name: tokens per second of decoding and of reading a prompt}, in the same turns.
 Timer = Callable[[Mapping[str, PreTrainedModel]], Mapping[str, tuple[float, float]]]
@@ -196,16 +198,18 @@ def same_choices(method: Mixed, model: nn.Module) -> bool:
 
 
 def measure_times(method: Mixed, model: PreTrainedModel, timer: Timer) -> Times:
-    """Time the original and a model for every choice of `mixed`, in the same turns, or read what an earlier search for
-    the same shapes and choices, on the same machine and with the same kernels, has measured.
+    """Time the original and a model for every choice of `mixed`, in the same turns; or the original alone, if a search
+    for the same shapes and choices, on the same machine and with the same kernels, has measured their ratios before.
 
     Raises:
         ValueError: the timer gave no speed for a model.
     """
-    kept = cache_folder("search") / f"times-{_circumstances(method, model)}.json"
-    with suppress(OSError, ValueError, TypeError):
+    kept = cache_folder("search") / f"times-{_circumstances(method, model, timer)}.json"
+    found = None
+    with suppress(OSError, ValueError):
         found = json.loads(kept.read_text(encoding="utf-8"))
-        return Times(tuple(found["original"]), found["decode"], found["prefill"], earlier=True)
+    if isinstance(found, dict) and all(found.get(phase, {}).keys() == method.methods.keys() for phase in PHASES):
+        return Times(timer({ORIGINAL: model})[ORIGINAL], *(found[phase] for phase in PHASES), earlier=True)
     rates = timer({ORIGINAL: model} | {text: _uniform(model, one, method) for text, one in method.methods.items()})
     if odd := next((name for name, both in rates.items() if not all(0 < rate < float("inf") for rate in both)), ""):
         raise ValueError(f"`timer` gave {rates[odd]} for {odd}, which are no tokens per second")
@@ -216,15 +220,20 @@ def measure_times(method: Mixed, model: PreTrainedModel, timer: Timer) -> Times:
         {text: prefill / rates[text][1] for text in method.methods},
     )
     kept.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(json.dumps({"original": times.original, "decode": times.decode, "prefill": times.prefill}), kept)
+    write_whole(json.dumps({phase: getattr(times, phase) for phase in PHASES}), kept)
     return times
 
 
-def _circumstances(method: Mixed, model: PreTrainedModel) -> str:
-    """A hash of what times depend on: the model's shapes, the choices, the machine, its threads and the kernels."""
-    machine = platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), str(device_of(model))
-    about = model.config.to_json_string(), list(method.methods), method.skip, machine, torch.__version__
-    return hashlib.sha256(json.dumps([*about, code_sha256(KERNELS)]).encode()).hexdigest()[:16]
+def _circumstances(method: Mixed, model: PreTrainedModel, timer: Timer) -> str:
+    """A hash of what times depend on: the model's shapes, the choices, the machine, its threads, kernels and timing."""
+    device = device_of(model)
+    card = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else native.why_not() or native.isa(torch.bfloat16)
+    )
+    machine = platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), str(device), card
+    asked = model.config.to_json_string(), list(method.methods), method.skip, getattr(timer, "keywords", {})
+    code = code_sha256(KERNELS, KERNELS.parent / "eval" / "speed")
+    return hashlib.sha256(json.dumps([*asked, machine, torch.__version__, code]).encode()).hexdigest()[:16]
 
 
 def _uniform(model: PreTrainedModel, method: LayerwiseMethod, mixed: Mixed) -> PreTrainedModel:

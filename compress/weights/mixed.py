@@ -315,7 +315,7 @@ class Mixed(LayerwiseMethod):
         measured for the first and scaled for the others."""
         own = [(text, method) for text, method in self.methods.items() if place in method.places]
         own.sort(key=lambda one: bits_of(one[1].stores((4096, 4096))))
-        middle = own[len(own) // 2 : len(own) // 2 + 1] if self.loss == "kl_scaled" else []
+        middle = own[(len(own) - 1) // 2 :][:1] if self.loss == "kl_scaled" else []
         return dict([*middle, *own])
 
     def _taking(self, name: str, shape: tuple[int, int]) -> dict[str, LayerwiseMethod]:

@@ -114,16 +114,14 @@ class SearchRecord:
             return ""
         start = f"The best recipe within the limits that has one choice for all linears is {self.uniform}"
         if self.rounds[self.kept].uniform:
-            return f"{start}. It is the model that was kept, because no mix that was made is better."
+            return f"{start}. It is the model that was kept."
         made = next((one for one in self.rounds if one.uniform), None)
-        if made is None:
-            return (
-                f"{start}. Its predicted divergence is {self.uniform_point.loss:.4f} nats per token in "
-                f"{self.uniform_point.bytes / 1e6:.1f} MB, so that it was not made."
-            )
-        return (
-            f"{start}. Its divergence on the same windows is {made.divergence:.4f} in {made.point.bytes / 1e6:.1f} MB."
-        )
+        if made is not None:
+            size = f"{(made.bytes or made.point.bytes) / 1e6:.1f} MB"
+            return f"{start}. Its divergence on the same windows is {made.divergence:.4f} nats per token in {size}."
+        point = self.uniform_point
+        predicted = f"{point.loss:.4f} nats per token in {point.bytes / 1e6:.1f} MB"
+        return f"{start}. It is predicted to lose {predicted}, too far behind to be made."
 
     def sentences(self) -> list[str]:
         """What was asked, found and measured, for readers."""

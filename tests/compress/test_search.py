@@ -2,6 +2,7 @@
 choices."""
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -183,6 +184,21 @@ def test_times_are_kept_for_the_next_search(model, batches, monkeypatch):
     assert not measure_times(chooser(), model, counting).earlier
 
 
+def test_an_absolute_limit_is_compared_with_what_is_measured_now(model, batches):
+    """Not with the speed that the original had when an earlier search timed the choices."""
+
+    def half_as_fast(models):
+        return {name: (rates[0] / 2, rates[1]) for name, rates in timer(models).items()}
+
+    first = fit(model, batches, Wishes(min_decode=101), method=chooser(), timer=timer).record
+    record = fit(model, batches, Wishes(min_decode=51), method=chooser(), timer=half_as_fast).record
+    assert record.timed_earlier and record.original[0] == first.original[0] / 2
+    kept = record.rounds[record.kept]
+    assert kept.decode == pytest.approx(kept.point.decode, rel=0.05) and 51 <= kept.decode < 101
+    with pytest.raises(ValueError, match=r"`min_decode` \(=101 tokens/s\) cannot be kept"):
+        fit(model, batches, Wishes(min_decode=101), method=chooser(TEXTS[2]), timer=half_as_fast)
+
+
 def test_times_of_a_choice_that_few_layers_can_have_are_theirs(tiny, batches):
     """A group size that divides the columns of `down` alone; the embedding of an untied model takes no time."""
     model = tiny("llama", tie_word_embeddings=False, intermediate_size=128)
@@ -241,7 +257,7 @@ def test_the_best_uniform_recipe_is_made_where_it_may_be_as_good(model, batches,
     limit = library.beside + 1.1 * LayersProgram(library.costs(None)).of(fours).bytes
     monkeypatch.setattr("compress.search.fit.NEAR", 0.5)
     alone = fit(model, batches, Wishes(max_bytes=limit), method=method).record
-    assert len(alone.rounds) == 1 and "so that it was not made" in alone.beside_uniform()
+    assert len(alone.rounds) == 1 and "too far behind to be made" in alone.beside_uniform()
     monkeypatch.setattr("compress.search.fit.NEAR", 1e9)
     both = fit(model, batches, Wishes(max_bytes=limit), method=method).record
     assert [one.uniform for one in both.rounds] == [False, True] and both.rounds[1].point.bytes <= limit
@@ -382,6 +398,9 @@ def test_the_page_shows_what_was_asked_predicted_and_measured(model, batches):
     shown = search.context(typed({"search": found.record, "scores": scores}))
     by_name = {row.name: row for row in shown["wishes"]}
     assert by_name["decoding, tokens/s"].kept == "yes" and by_name["stored, MB"].kept == "no"
+    row = functools.partial(search.as_row, "x", 100.0, 1.0, write=str, close=0.02)
+    assert [row(got=got).kept for got in (100, 101, 103)] == ["yes", "within 2 %", "no"]
+    assert [row(got=got, most=False).kept for got in (100, 99, 97, 0)] == ["yes", "within 2 %", "no", "no"]
     assert by_name["decoding, times the original's speed"].asked == "0.50×"
     assert by_name["decoding, times the original's speed"].measured == "1.50×"
     assert by_name["divergence on text, nats per token"].measured == "0.2000"
