@@ -1,6 +1,7 @@
 """Guessed tokens change the time of a text and not the text, nor its distribution."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -322,3 +323,16 @@ def test_the_number_of_guesses_follows_acceptance_and_cost():
         if count := again.count(3, 0.6):
             again.note(3, count, count, 0.01 * (1 + 0.02 * count))
     assert again.count(3, 0.6) > 5
+
+
+def test_a_slow_first_step_does_not_make_guesses_look_free():
+    """A text whose guesses cost more than they gain is written almost as fast as without them."""
+    generator, pace, seconds, written = random.Random(0), Pace(15), 0.0, 0
+    for step in range(400):
+        count, accepted = pace.count(3, 0.7), 0
+        while accepted < count and generator.random() < 0.3:
+            accepted += 1
+        taken = (3 if step == 0 else 1) + 0.5 * count
+        pace.note(3, count, accepted, taken)
+        seconds, written = seconds + taken, written + 1 + accepted
+    assert seconds / written < 1.1
