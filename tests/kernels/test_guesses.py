@@ -9,6 +9,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from kernels import native
 from kernels.step.accelerate import Acceleration, StepsInOneCall, accelerate
+from kernels.step.assemble import NativeStep
 from kernels.step.writing.guesses import RETRY, Pace, PromptLookup
 from tests.kernels.test_generate import REQUESTS, Heard
 
@@ -260,6 +261,30 @@ def test_a_draft_is_given_once(tiny, monkeypatch, read):
     assert torch.equal(model.generate(twice, **HOW)[0], expected[0]) and draft not in read.models, "not for a batch"
     read.clear()
     assert torch.equal(copy.deepcopy(model).generate(IDS, **HOW), expected) and draft in read.models
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("args, name", [((None,), "input_ids"), ((), "input_ids"), ((), "inputs")])
+def test_no_draft_guesses_for_a_batch_however_it_is_given(tiny, args, name, monkeypatch, read):
+    model, draft = drafts(tiny, 0.0, monkeypatch)
+    twice = IDS.repeat(2, 1)
+    expected = model.generate(twice, **HOW)
+    accelerate(model, draft=draft)
+    given = {name: twice} | ({} if args else {"inputs": None} if name == "input_ids" else {})
+    assert torch.equal(model.generate(*args, **given, **HOW), expected) and draft not in read.models
+
+
+@torch.no_grad()
+def test_a_soft_cap_of_logits_is_computed_once_per_step(tiny, monkeypatch, read):
+    model = accelerate(tiny("gemma2", final_logit_softcapping=3.0).bfloat16())
+    text, capped, own = model.generate(IDS, **HOW)[0].tolist(), [], NativeStep.logits.fget
+    guess_from([*text, *range(9)], monkeypatch)
+    monkeypatch.setattr(NativeStep, "logits", property(lambda self: capped.append(self) or own(self)))
+    assert model.acceleration.verifies()  # takes steps of its own, once
+    read.clear()
+    capped.clear()
+    assert model.generate(IDS, **HOW, prompt_lookup_num_tokens=8)[0].tolist() == text
+    assert max(read) > 1 and len(capped) == len(read)
 
 
 @torch.no_grad()

@@ -84,7 +84,8 @@ def _guesser(
     draft = kwargs.get("assistant_model")
     if draft is None and looks_up is None:
         draft = getattr(model.acceleration, "draft", None)
-    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    given = args[:1] + (kwargs.get("inputs"), kwargs.get("input_ids"))
+    ids = next((one for one in given if one is not None), None)
     if (draft is None and looks_up is None) or config.num_return_sequences > 1 or (ids is not None and len(ids) > 1):
         return None
     if kwargs.get("assistant_tokenizer") is not None or not _verifies(model):
@@ -175,6 +176,7 @@ def decode(
     del outputs  # the logits of a whole prompt may be large
     returns = config.return_dict_in_generate
     kept = bool(returns and config.output_scores), bool(returns and config.output_logits)
+    guesser = guesser if len(input_ids) == 1 else None  # whatever the arguments of `generate` looked like
     choice = choice_of(logits_processor, config.do_sample, *kept)
     text = _Text(input_ids, stopping_criteria, config._pad_token_tensor, streamer)
     several = () if guesser is None else (MOST_IN_SEQUENCE,)
@@ -205,10 +207,11 @@ def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: Samplin
         began = time.perf_counter()
         largest = steps(torch.tensor([[known[-1], *guessed]]))
         seconds, accepted = time.perf_counter() - began, 0
+        own = choice.largest and largest is not None
+        logits = None if own else steps.logits  # once for all rows, because a soft cap is computed here
         try:
             for row in range(len(guessed) + 1):
-                own = choice.largest and largest is not None
-                chosen = largest[row] if own else choice(text.ids, steps.logits[row : row + 1])
+                chosen = largest[row] if own else choice(text.ids, logits[row : row + 1])
                 known.append(int(text.append(chosen, choice.scores)))
                 if not text.continues or row == len(guessed) or known[-1] != guessed[row]:
                     break
