@@ -207,6 +207,16 @@ def test_requests_that_cannot_be_verified_are_those_of_transformers(tiny, monkey
     assert torch.equal(model.generate(IDS, **HOW, prompt_lookup_num_tokens=4), expected) and not read
 
 
+@pytest.mark.parametrize("settings, message", [
+    ({"prompt_lookup_num_tokens": 0}, "`prompt_lookup_num_tokens` .=0. must be 1 or more, or None"),
+    ({"prompt_lookup_num_tokens": -3}, "`prompt_lookup_num_tokens` .=-3. must be 1 or more"),
+    ({"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 0}, "`max_matching_ngram_size` .=0. must be 1 or more"),
+])  # fmt: skip
+def test_look_ups_without_tokens_are_refused(tiny, settings, message):
+    with pytest.raises(ValueError, match=message):
+        accelerate(tiny("llama").bfloat16()).generate(IDS, **HOW, **settings)
+
+
 def drafts(tiny, noise: float, monkeypatch, drafting: float = 0.2) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A model, and another one that differs by so much noise. All steps take the same time, and a guess this share."""
     note = Pace.note

@@ -42,6 +42,9 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`generate` of transformers with `decode` as `custom_generate`, if this loop knows the request.
 
     The arguments and results are those of transformers.
+
+    Raises:
+        ValueError: `prompt_lookup_num_tokens` or `max_matching_ngram_size` is below 1; a draft has another vocabulary.
     """
     own = type(model).generate
     if len(args) > 2 or kwargs.get("custom_generate") is not None:
@@ -51,6 +54,8 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     config = kwargs.get("generation_config")
     config, _ = model._prepare_generation_config(config, **{k: v for k, v in kwargs.items() if k in _settings()})
     looks_up, config.prompt_lookup_num_tokens = config.prompt_lookup_num_tokens, None
+    if looks_up is not None:
+        _check_look_up(looks_up, config.max_matching_ngram_size)
     if config.get_generation_mode(None) not in MODES or config.is_assistant:
         return own(model, *args, **kwargs)
     asked = looks_up is not None or kwargs.get("assistant_model") is not None
@@ -65,6 +70,13 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kwargs = _stop_strings_as_criterion(config.stop_strings, kwargs)
     loop = functools.partial(decode, streamer=kwargs.get("streamer"), guesser=guesser)
     return own(model, *args, **kwargs, custom_generate=loop)
+
+
+def _check_look_up(num_tokens: int, ngram_size: int | None) -> None:
+    if num_tokens < 1:
+        raise ValueError(f"`prompt_lookup_num_tokens` (={num_tokens!r}) must be 1 or more, or None for no look-up")
+    if ngram_size is not None and ngram_size < 1:
+        raise ValueError(f"`max_matching_ngram_size` (={ngram_size!r}) must be 1 or more, or None for the default")
 
 
 @functools.cache
