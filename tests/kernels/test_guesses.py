@@ -315,6 +315,34 @@ def test_drafts_that_cannot_guess_are_refused(tiny):
     with pytest.raises(ValueError, match=r"`draft` \(Linear\) must be a model of transformers"):
         accelerate(model, draft=torch.nn.Linear(2, 2))
     assert model.acceleration.draft is None
+    untouched = tiny("llama")
+    with pytest.raises(ValueError, match="`draft` has a vocabulary of 80 tokens"):
+        accelerate(untouched, draft=other)
+    assert untouched.dtype == torch.float32 and not hasattr(untouched, "acceleration")
+
+
+def test_a_draft_stays_when_the_model_gets_another_dtype(tiny):
+    model, draft = tiny("llama"), tiny("llama")
+    accelerate(model, torch.bfloat16, draft=draft)
+    accelerate(model, torch.float16)
+    assert model.acceleration.draft is draft and draft.dtype == model.dtype == torch.float16
+
+
+def test_a_draft_that_is_not_used_is_named_with_the_reason(tiny, monkeypatch):
+    model = accelerate(tiny("llama"))
+    with pytest.warns(UserWarning, match="the draft is not used: it is not accelerated: ") as heard:
+        accelerate(model, draft=tiny("gpt2", vocab_size=96))
+    assert [one.filename for one in heard] == [__file__], "the line of the user"
+    with pytest.warns(UserWarning, match="the model is not accelerated: ") as heard:
+        accelerate(tiny("gpt2"))
+    assert [one.filename for one in heard] == [__file__]
+    draft = accelerate(tiny("llama"))
+    draft.acceleration.why_not_in_one_call = "a format without loops"
+    with pytest.warns(UserWarning, match="not used: the draft has no steps in one call of C.+: a format without loops"):
+        accelerate(model, draft=draft)
+    monkeypatch.setattr(Acceleration, "verifies", lambda self: False)
+    with pytest.warns(UserWarning, match="several tokens in one step of the model do not get the logits"):
+        accelerate(model, draft=accelerate(tiny("llama")))
 
 
 def test_guesses_follow_the_last_of_the_longest_earlier_n_grams():
