@@ -61,7 +61,8 @@ def accelerate(
         dtype: the dtype to cast the model to: torch.bfloat16, torch.float16 or their names; None: no cast.
         draft: a smaller model with the same vocabulary, such as the compressed model, which guesses tokens of single
             texts that this model verifies, several in a step, on a CPU: the texts stay the same, and take less time
-            where the draft guesses well. It is accelerated, too, and replaces an earlier draft.
+            where the draft guesses well. It is accelerated, too, and replaces an earlier draft; None: an earlier one
+            stays. If it cannot be used with this model, there is a warning with the reason.
 
     Returns:
         the model
@@ -70,52 +71,79 @@ def accelerate(
         ValueError: another dtype, `model` is not a model of transformers, or `draft` has another vocabulary, is the
             model itself, or cannot guess on this device.
     """
-    model = _accelerated(model, dtype)
+    dtype = _checked(model, dtype)
     if draft is not None:
-        _set_draft(model, draft)
+        _check_draft(model, draft)
+    earlier = getattr(getattr(model, ACCELERATION, None), "draft", None)
+    if why_not := _accelerated(model, dtype):
+        warnings.warn(f"the model is not accelerated: {why_not}", stacklevel=2)
+    draft = earlier if draft is None else draft
+    if draft is not None and (why_not := _set_draft(model, draft)):
+        warnings.warn(f"the draft is not used: {why_not}", stacklevel=2)
     return model
 
 
-def _set_draft(model: nn.Module, draft: nn.Module) -> None:
+def _set_draft(model: nn.Module, draft: nn.Module) -> str:
+    """Accelerate the draft of an accelerated model, and return why it is not used; "": it is used."""
+    why_not = _accelerated(draft, model.dtype if model.dtype in DTYPES.values() else None)
+    if (acceleration := getattr(model, ACCELERATION, None)) is not None:
+        acceleration.draft = draft
+    refused = f"it is not accelerated: {why_not}" if why_not else ""
+    return _why_not_verifying(model, "model") or refused or _why_not_verifying(draft, "draft")
+
+
+def _check_draft(model: nn.Module, draft: nn.Module) -> None:
     if not isinstance(draft, PreTrainedModel):
         raise ValueError(f"`draft` ({type(draft).__name__}) must be a model of transformers")
     check_vocabulary(model, draft, "draft")
     if draft is model or "cuda" in (model.device.type, draft.device.type):
         why = "is the model itself" if draft is model else f"is on {draft.device}, and the model on {model.device}"
         raise ValueError(f"`draft` {why}; it must be another model, and both on a CPU")
-    _accelerated(draft, model.dtype if model.dtype in DTYPES.values() else None)
-    if (acceleration := getattr(model, ACCELERATION, None)) is not None:
-        acceleration.draft = draft
 
 
-def _accelerated(model: nn.Module, dtype: torch.dtype | str | None) -> nn.Module:
+def _why_not_verifying(model: nn.Module, which: str) -> str:
+    """Why no steps of an accelerated model verify guesses; "" if they do. which: "model" or "draft"."""
+    acceleration = getattr(model, ACCELERATION, None)
+    if not hasattr(acceleration, "verifies"):
+        return f"the {which} is not accelerated on a CPU"
+    if acceleration.verifies():
+        return ""
+    if why_not := acceleration.why_not or acceleration.why_not_in_one_call:
+        return f"the {which} has no steps in one call of C++: {why_not}"
+    return f"several tokens in one step of the {which} do not get the logits of steps of one token"
+
+
+def _checked(model: nn.Module, dtype: torch.dtype | str | None) -> torch.dtype | None:
     dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype not in (None, *DTYPES.values()):
         raise ValueError(f"`dtype` (={dtype!r}) must be torch.bfloat16, torch.float16 or None")
     if not isinstance(model, PreTrainedModel):
         within = "; take its `.model`" if isinstance(getattr(model, "model", None), PreTrainedModel) else ""
         raise ValueError(f"`model` ({type(model).__name__}) must be a model of transformers{within}")
+    return dtype
+
+
+def _accelerated(model: nn.Module, dtype: torch.dtype | None) -> str:
+    """Accelerate a model in place, and return why not; "": it is accelerated."""
     if (earlier := getattr(model, ACCELERATION, None)) is not None:
         if dtype in (None, model.dtype):
-            return model
+            return ""
         earlier.remove()
     if dtype is not None and model.dtype != dtype:
         cast(model, dtype)
     if model.device.type == "cuda":
         devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-        if len(devices) == 1:
-            GraphAcceleration(model).take_over()
-        else:
-            warnings.warn(f"the model is not accelerated: it is on {len(devices)} devices", stacklevel=2)
-        return model
+        if len(devices) > 1:
+            return f"it is on {len(devices)} devices"
+        GraphAcceleration(model).take_over()
+        return ""
     acceleration = Acceleration(model)
     try:
         acceleration.assemble()
     except NotNative as error:
-        warnings.warn(f"the model is not accelerated: {error}", stacklevel=2)
-        return model
+        return str(error)
     acceleration.take_over()
-    return model
+    return ""
 
 
 def accelerate_by(model: nn.Module, prompt: NativePrompt, why_not_in_one_call: str = "") -> None:

@@ -1,6 +1,7 @@
 """Guessed tokens change the time of a text and not the text, nor its distribution."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from transformers import DynamicCache, GenerationConfig
 
 from kernels import native
 from kernels.step.accelerate import Acceleration, StepsInOneCall, accelerate
+from kernels.step.assemble import NativeStep
 from kernels.step.writing.guesses import RETRY, Pace, PromptLookup
 from tests.kernels.test_generate import REQUESTS, Heard
 
@@ -205,6 +207,16 @@ def test_requests_that_cannot_be_verified_are_those_of_transformers(tiny, monkey
     assert torch.equal(model.generate(IDS, **HOW, prompt_lookup_num_tokens=4), expected) and not read
 
 
+@pytest.mark.parametrize("settings, message", [
+    ({"prompt_lookup_num_tokens": 0}, "`prompt_lookup_num_tokens` .=0. must be 1 or more, or None"),
+    ({"prompt_lookup_num_tokens": -3}, "`prompt_lookup_num_tokens` .=-3. must be 1 or more"),
+    ({"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 0}, "`max_matching_ngram_size` .=0. must be 1 or more"),
+])  # fmt: skip
+def test_look_ups_without_tokens_are_refused(tiny, settings, message):
+    with pytest.raises(ValueError, match=message):
+        accelerate(tiny("llama").bfloat16()).generate(IDS, **HOW, **settings)
+
+
 def drafts(tiny, noise: float, monkeypatch, drafting: float = 0.2) -> tuple[torch.nn.Module, torch.nn.Module]:
     """A model, and another one that differs by so much noise. All steps take the same time, and a guess this share."""
     note = Pace.note
@@ -262,6 +274,30 @@ def test_a_draft_is_given_once(tiny, monkeypatch, read):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("args, name", [((None,), "input_ids"), ((), "input_ids"), ((), "inputs")])
+def test_no_draft_guesses_for_a_batch_however_it_is_given(tiny, args, name, monkeypatch, read):
+    model, draft = drafts(tiny, 0.0, monkeypatch)
+    twice = IDS.repeat(2, 1)
+    expected = model.generate(twice, **HOW)
+    accelerate(model, draft=draft)
+    given = {name: twice} | ({} if args else {"inputs": None} if name == "input_ids" else {})
+    assert torch.equal(model.generate(*args, **given, **HOW), expected) and draft not in read.models
+
+
+@torch.no_grad()
+def test_a_soft_cap_of_logits_is_computed_once_per_step(tiny, monkeypatch, read):
+    model = accelerate(tiny("gemma2", final_logit_softcapping=3.0).bfloat16())
+    text, capped, own = model.generate(IDS, **HOW)[0].tolist(), [], NativeStep.logits.fget
+    guess_from([*text, *range(9)], monkeypatch)
+    monkeypatch.setattr(NativeStep, "logits", property(lambda self: capped.append(self) or own(self)))
+    assert model.acceleration.verifies()  # takes steps of its own, once
+    read.clear()
+    capped.clear()
+    assert model.generate(IDS, **HOW, prompt_lookup_num_tokens=8)[0].tolist() == text
+    assert max(read) > 1 and len(capped) == len(read)
+
+
+@torch.no_grad()
 def test_a_long_prompt_is_not_read_for_a_few_tokens(tiny, monkeypatch, read):
     model, draft = drafts(tiny, 0.0, monkeypatch)
     model.generate(IDS.repeat(1, 5), **HOW, assistant_model=draft)
@@ -279,6 +315,34 @@ def test_drafts_that_cannot_guess_are_refused(tiny):
     with pytest.raises(ValueError, match=r"`draft` \(Linear\) must be a model of transformers"):
         accelerate(model, draft=torch.nn.Linear(2, 2))
     assert model.acceleration.draft is None
+    untouched = tiny("llama")
+    with pytest.raises(ValueError, match="`draft` has a vocabulary of 80 tokens"):
+        accelerate(untouched, draft=other)
+    assert untouched.dtype == torch.float32 and not hasattr(untouched, "acceleration")
+
+
+def test_a_draft_stays_when_the_model_gets_another_dtype(tiny):
+    model, draft = tiny("llama"), tiny("llama")
+    accelerate(model, torch.bfloat16, draft=draft)
+    accelerate(model, torch.float16)
+    assert model.acceleration.draft is draft and draft.dtype == model.dtype == torch.float16
+
+
+def test_a_draft_that_is_not_used_is_named_with_the_reason(tiny, monkeypatch):
+    model = accelerate(tiny("llama"))
+    with pytest.warns(UserWarning, match="the draft is not used: it is not accelerated: ") as heard:
+        accelerate(model, draft=tiny("gpt2", vocab_size=96))
+    assert [one.filename for one in heard] == [__file__], "the line of the user"
+    with pytest.warns(UserWarning, match="the model is not accelerated: ") as heard:
+        accelerate(tiny("gpt2"))
+    assert [one.filename for one in heard] == [__file__]
+    draft = accelerate(tiny("llama"))
+    draft.acceleration.why_not_in_one_call = "a format without loops"
+    with pytest.warns(UserWarning, match="not used: the draft has no steps in one call of C.+: a format without loops"):
+        accelerate(model, draft=draft)
+    monkeypatch.setattr(Acceleration, "verifies", lambda self: False)
+    with pytest.warns(UserWarning, match="several tokens in one step of the model do not get the logits"):
+        accelerate(model, draft=accelerate(tiny("llama")))
 
 
 def test_guesses_follow_the_last_of_the_longest_earlier_n_grams():
@@ -322,3 +386,16 @@ def test_the_number_of_guesses_follows_acceptance_and_cost():
         if count := again.count(3, 0.6):
             again.note(3, count, count, 0.01 * (1 + 0.02 * count))
     assert again.count(3, 0.6) > 5
+
+
+def test_a_slow_first_step_does_not_make_guesses_look_free():
+    """A text whose guesses cost more than they gain is written almost as fast as without them."""
+    generator, pace, seconds, written = random.Random(0), Pace(15), 0.0, 0
+    for step in range(400):
+        count, accepted = pace.count(3, 0.7), 0
+        while accepted < count and generator.random() < 0.3:
+            accepted += 1
+        taken = (3 if step == 0 else 1) + 0.5 * count
+        pace.note(3, count, accepted, taken)
+        seconds, written = seconds + taken, written + 1 + accepted
+    assert seconds / written < 1.1

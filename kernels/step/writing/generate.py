@@ -42,6 +42,9 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`generate` of transformers with `decode` as `custom_generate`, if this loop knows the request.
 
     The arguments and results are those of transformers.
+
+    Raises:
+        ValueError: `prompt_lookup_num_tokens` or `max_matching_ngram_size` is below 1; a draft has another vocabulary.
     """
     own = type(model).generate
     if len(args) > 2 or kwargs.get("custom_generate") is not None:
@@ -51,6 +54,8 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     config = kwargs.get("generation_config")
     config, _ = model._prepare_generation_config(config, **{k: v for k, v in kwargs.items() if k in _settings()})
     looks_up, config.prompt_lookup_num_tokens = config.prompt_lookup_num_tokens, None
+    if looks_up is not None:
+        _check_look_up(looks_up, config.max_matching_ngram_size)
     if config.get_generation_mode(None) not in MODES or config.is_assistant:
         return own(model, *args, **kwargs)
     asked = looks_up is not None or kwargs.get("assistant_model") is not None
@@ -65,6 +70,13 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kwargs = _stop_strings_as_criterion(config.stop_strings, kwargs)
     loop = functools.partial(decode, streamer=kwargs.get("streamer"), guesser=guesser)
     return own(model, *args, **kwargs, custom_generate=loop)
+
+
+def _check_look_up(num_tokens: int, ngram_size: int | None) -> None:
+    if num_tokens < 1:
+        raise ValueError(f"`prompt_lookup_num_tokens` (={num_tokens!r}) must be 1 or more, or None for no look-up")
+    if ngram_size is not None and ngram_size < 1:
+        raise ValueError(f"`max_matching_ngram_size` (={ngram_size!r}) must be 1 or more, or None for the default")
 
 
 @functools.cache
@@ -84,7 +96,8 @@ def _guesser(
     draft = kwargs.get("assistant_model")
     if draft is None and looks_up is None:
         draft = getattr(model.acceleration, "draft", None)
-    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    given = args[:1] + (kwargs.get("inputs"), kwargs.get("input_ids"))
+    ids = next((one for one in given if one is not None), None)
     if (draft is None and looks_up is None) or config.num_return_sequences > 1 or (ids is not None and len(ids) > 1):
         return None
     if kwargs.get("assistant_tokenizer") is not None or not _verifies(model):
@@ -175,6 +188,7 @@ def decode(
     del outputs  # the logits of a whole prompt may be large
     returns = config.return_dict_in_generate
     kept = bool(returns and config.output_scores), bool(returns and config.output_logits)
+    guesser = guesser if len(input_ids) == 1 else None  # whatever the arguments of `generate` looked like
     choice = choice_of(logits_processor, config.do_sample, *kept)
     text = _Text(input_ids, stopping_criteria, config._pad_token_tensor, streamer)
     several = () if guesser is None else (MOST_IN_SEQUENCE,)
@@ -205,10 +219,11 @@ def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: Samplin
         began = time.perf_counter()
         largest = steps(torch.tensor([[known[-1], *guessed]]))
         seconds, accepted = time.perf_counter() - began, 0
+        own = choice.largest and largest is not None
+        logits = None if own else steps.logits  # once for all rows, because a soft cap is computed here
         try:
             for row in range(len(guessed) + 1):
-                own = choice.largest and largest is not None
-                chosen = largest[row] if own else choice(text.ids, steps.logits[row : row + 1])
+                chosen = largest[row] if own else choice(text.ids, logits[row : row + 1])
                 known.append(int(text.append(chosen, choice.scores)))
                 if not text.continues or row == len(guessed) or known[-1] != guessed[row]:
                     break

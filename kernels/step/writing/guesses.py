@@ -26,7 +26,7 @@ LONGEST = 3  # tokens of the longest n-gram that is looked up, as long as nothin
 ROW = 0.15  # time of another token in a step, as a share of the time of a step with one, as long as none was measured
 DRAFTING = 0.4  # time of a draft's step, as such a share, as long as none was measured
 WORTH = 0.5  # a draft reads a prompt if the text may get this many tokens for each of the prompt
-FIRST = 2  # steps with one token, to know their time before anything is guessed
+FIRST = 3  # timed steps with one token before anything is guessed; the first step of a text is not timed
 GAIN = 1.03  # least expected speed-up for which tokens are guessed
 KEPT = 0.97  # factor by which earlier guesses count less with every further one
 SAMPLES = 9  # last times of steps whose median counts
@@ -59,6 +59,7 @@ class Pace:
     drafting: float = 0.0
     _rates: dict[int, list[float]] = field(default_factory=dict)  # by kind: accepted and tried tokens
     _left_out: dict[int, int] = field(default_factory=dict)
+    _began: bool = False  # was the first step taken, which also makes the rooms and the program?
     _alone: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # seconds of steps with one token
     _rows: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # shares, as ROW
     _drafted: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # shares, as `drafting`
@@ -97,7 +98,9 @@ class Pace:
         drafting: seconds that the guesses took before.
         """
         if not guessed:
-            self._alone.append(seconds)
+            if self._began:
+                self._alone.append(seconds)
+            self._began = True
             return
         if self._alone:
             more = seconds / statistics.median(self._alone) - 1
