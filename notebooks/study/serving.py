@@ -13,13 +13,15 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from compress import Result, apply
+from compress import Result
 from compress.allocation.predictions import divergence
 from compress.apply import apply_each
 from compress.kv import CacheBatch, CompressedCache, attach, attached
 from compress.kv.attach import Attachment
 from compress.linear import sharing_copy
 from compress.method import Method
+from compress.walk.blocks import kept_weights
+from compress.walk.identity import model_identity
 from eval.evaluate import Scores
 from eval.machine.memory import peak_above_start
 from eval.machine.size import size
@@ -341,9 +343,17 @@ class _Service:
             one = self.results[chosen.weights]
             made = dataclasses.replace(one, recipe=[*one.recipe, *methods], asked=[*one.asked, *methods])
         else:
-            some = next(iter(self.results.values()), None) or apply(methods, sharing_copy(self.model))
-            own = {"model": sharing_copy(self.model), "recipe": methods, "asked": methods, "layers": [], "kept": []}
-            made = dataclasses.replace(some, **own, folds=[], allocation=None, notes=[], kernels={}, calibration=None)
+            made = Result(
+                model=sharing_copy(self.model),
+                recipe=[*methods],
+                asked=[*methods],
+                layers=[],
+                kept=kept_weights(self.model, []),
+                identity=model_identity(self.model),
+                calibration=None,
+                seconds=0.0,
+                kernels={},
+            )
         if methods:
             attach(made.model, methods)
             made.notes = [*made.notes, *(one for m in methods for one in m.remarks(made.model.device))]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from contextlib import contextmanager
+from datetime import UTC, datetime
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ from eval.machine.size import size
 from eval.record.reading import plain
 from eval.record.rows import typed
 from eval.record.serving import ServingRound
+from eval.run_record import RunInfo, record
 from kernels.support.deploy import deployed
 from notebooks.study import serving
 from notebooks.study.costs import PLAIN
 from notebooks.study.service import predict_service, service_of
 from reports.page import serving as page
+from reports.page.render import page as whole_page
 from tests.architectures import tiny_model
 
 CONTEXT, SCORED = 200, 24
@@ -231,6 +234,18 @@ def test_impossible_limits_say_how_near_one_can_come(model, texts, quick, same_p
     with pytest.raises(ValueError, match=r"`max_kl` \(=1e-09\) cannot be kept: of the combinations that fit into"):
         tight = dataclasses.replace(asked, memory=int(record.found[0].least) - 1)
         serving.serve(model, [], texts, tight, shapes, corpus="text")
+
+
+def test_the_original_may_be_the_best_choice(model, texts, quick):
+    """Only the cache has recipes, and each of them loses more than the limit."""
+    found = made(model, texts, weights="", caches="half: snapkv(budget=0.5)", max_kl=1e-12)
+    kept = found.record.found[found.record.kept]
+    assert (kept.weights, kept.cache, found.record.divergence) == (PLAIN, PLAIN, 0) and not found.record.broken()
+    assert found.result.recipe == [] and attached_methods(found.result.model) == []
+    info = RunInfo("k", "serve", {}, datetime.now(UTC), "")
+    written = record(found.result, found.scores, info, serving=found)
+    assert written["recipe"] == [] and written["model"]["weights_sha256"] and len(written["kept"]) > 10
+    assert "The choice is weights 16 bits (as they are) and cache 16 bits (as it is)." in whole_page(written)
 
 
 def test_sequences_have_caches_of_their_own(model, texts):
