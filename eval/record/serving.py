@@ -76,7 +76,8 @@ class ServingRecord:
         found: all combinations, with the bytes and losses of their weights and caches as measured; losses add up.
         kept: the number of the chosen one in `found`.
         divergence: of the chosen combination, measured; with its standard error, None for one window.
-        tried: how many combinations were made. factor: measured divergence of the last one over the sum of its losses.
+        tried: how many combinations were chosen and measured, one after the other. factor: measured divergence of the
+            last one with no part in 16 bits over the sum of its losses; 1.0 if there was none.
         rounds: numbers of sequences that were decoded; the last one counts.
         weights, caches: the recipes by their names. windows, scored: windows, and tokens behind the context in each.
     """

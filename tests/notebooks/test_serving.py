@@ -123,6 +123,18 @@ def test_a_limit_of_the_divergence_leaves_less_choice(model, texts, served, quic
     assert chosen.tokens_per_s == max(one.tokens_per_s for one in within)
 
 
+def losing(whole):
+    """A stand-in of the measurement: `whole` of the sum of the losses of both parts, which alone lose `PARTS`."""
+
+    def loss(self, of, methods):
+        weights = next((name for name, one in self.results.items() if one.model is of), "")
+        cache = next((name for name, own in self.asked.caches.items() if own == methods), "")
+        total = PARTS.get(weights, 0) + PARTS.get(cache, 0)
+        return whole(total) if weights and cache else total, None
+
+    return loss
+
+
 PARTS = {"half": 0.02, "3 bits": 0.02, "8 bits": 0.001}  # losses of weights and of caches by their names
 
 
@@ -134,17 +146,29 @@ def test_a_combination_that_loses_more_than_its_parts_is_not_kept(
     limit, factor, chosen, tried, model, texts, quick, monkeypatch
 ):
     """Whole models lose the sum of the losses of both parts, times a factor."""
-
-    def loss(self, of, methods):
-        weights = next((name for name, one in self.results.items() if one.model is of), "")
-        cache = next((name for name, own in self.asked.caches.items() if own == methods), "")
-        return (PARTS.get(weights, 0) + PARTS.get(cache, 0)) * (factor if weights and cache else 1), None
-
-    monkeypatch.setattr(serving._Service, "_loss", loss)
+    monkeypatch.setattr(serving._Service, "_loss", losing(lambda total: total * factor))
     record = made(model, texts, max_kl=limit).record
     kept = record.found[record.kept]
     assert record.tried == tried and not record.broken()
     assert (kept.weights, kept.cache) == chosen and record.divergence <= limit
+    assert record.factor == pytest.approx(factor), "a combination with a part in 16 bits does not change it"
+
+
+@pytest.mark.parametrize("mild", [1.0, 30.0])
+def test_a_milder_combination_is_made_if_none_is_predicted_within_the_limit(mild, model, texts, quick, monkeypatch):
+    """Nothing in 16 bits fits, and the first combination loses 20 times the sum of its parts."""
+    combinations = serving._Service._combinations
+
+    def told(self):
+        return [dataclasses.replace(one, batch=one.batch * (PLAIN not in (one.weights, one.cache)))
+                for one in combinations(self)]  # fmt: skip
+
+    monkeypatch.setattr(serving._Service, "_combinations", told)
+    monkeypatch.setattr(serving._Service, "_loss", losing(lambda total: total * (20 if total > 0.01 else mild)))
+    record = made(model, texts, max_kl=0.03).record
+    chosen = record.found[record.kept]
+    assert (chosen.weights, chosen.cache) == ("8 bits", "8 bits") and record.tried == 3
+    assert record.divergence == pytest.approx(0.002 * mild) and bool(record.broken()) == (mild > 15)
 
 
 def test_a_number_of_sequences_may_be_given(model, texts):
