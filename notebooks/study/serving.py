@@ -169,6 +169,7 @@ class _Service:
             caches={name: Service.text(methods) for name, methods in self.asked.caches.items()},
             windows=len(self.texts),
             scored=self.texts[0].shape[1] - self.asked.context,
+            batch=self.asked.batch,
         )
         return Serving(self._result(found[kept]), record, self._scores(record, corpus))
 

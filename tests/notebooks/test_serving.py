@@ -175,6 +175,20 @@ def test_a_number_of_sequences_may_be_given(model, texts):
     record = made(model, texts, batch=3, caches="").record
     assert [one.sequences for one in record.rounds] == [3] and record.rounds[0].cache_bytes > 3 * 800_000
     assert {one.batch for one in record.found} == {3} and record.found[record.kept].sequences > 3
+    assert record.batch == 3 and not record.broken()
+    assert "A memory of 25 MB is to hold 3 sequences of 200 tokens, with room for the most" in record.sentences()[0]
+    limited = dataclasses.replace(record, max_kl=0.5).sentences()[0]
+    assert "room for the most sequences and a divergence of at most 0.5 nats per token. Of 3 combin" in limited
+    fewer = dataclasses.replace(record, rounds=(dataclasses.replace(record.rounds[0], sequences=2),), device="here")
+    for one, off in ((record, True), (fewer, False)):
+        rows = {row.name: row for row in page.context(typed(json.loads(json.dumps(plain({"serving": one})))))["wishes"]}
+        last, shapes = one.rounds[-1], one.by_shapes
+        assert (rows["sequences"].asked, rows["sequences"].predicted) == ("3", "3")
+        assert (rows["sequences"].measured, rows["sequences"].kept) == (f"{last.sequences}", "yes" if off else "no")
+        held = shapes.weight_bytes + last.sequences * shapes.cache_bytes + shapes.room
+        assert rows[f"memory with {last.sequences} sequences, MB"].predicted == f"{held / 1e6:.1f}"
+    assert rows["tokens/s together, here"].measured and not rows["tokens/s together, here"].off
+    assert fewer.broken()[0].startswith("The number of sequences is not reached: of 3 that were to decode together, 2")
 
 
 @pytest.mark.parametrize("each", [1.5, 4.0])
@@ -215,7 +229,8 @@ def test_the_page_shows_what_was_asked_predicted_and_measured(served):
     record = dataclasses.replace(served.record, max_kl=100.0)
     shown = page.context(typed(json.loads(json.dumps(plain({"serving": record})))))
     rows = {row.name: row for row in shown["wishes"]}
-    assert rows["memory, MB"].asked == "25.0" and rows["memory, MB"].kept == "yes"
+    memory = rows[f"memory with {record.rounds[-1].sequences} sequences, MB"]
+    assert memory.asked == "25.0" and memory.kept == "yes"
     assert rows["divergence, nats per token"].kept == "yes" and rows["sequences"].asked == ""
     assert rows["tokens/s together, l4"].measured == "" and rows["tokens/s together, l4"].predicted
     assert len(shown["found"]) == 9 and sum("chosen" in cells[-1] for cells in shown["found"]) == 1
