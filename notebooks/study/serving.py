@@ -386,7 +386,7 @@ class _Service:
             "compressed": {
                 f"kl_{corpus}": record.divergence,
                 "stored_bytes": kept.weight_bytes,
-                "cache_bytes": last.cache_bytes / last.sequences,
+                "cache_bytes": kept.cache_bytes,  # behind as many tokens as the baseline's
                 "peak_memory_bytes": last.peak_bytes,
             },
         }

@@ -80,6 +80,9 @@ def test_the_most_sequences_are_made_and_decoded(model, served):
     assert chosen.weight_bytes == size(deployed(small)).resident_bytes
     assert record.by_shapes.cache_bytes == pytest.approx(last.cache_bytes / last.sequences, rel=0.2), "and room to grow"
     assert [str(one) for one in found.result.recipe] == ["rtn(bits=3, group_size=32)", "snapkv(budget=0.5)"]
+    caches = {one.cache: one.cache_bytes for one in record.found}
+    metrics = {name: of["cache_bytes"] for name, of in found.scores.metrics.items()}
+    assert metrics == {"baseline": caches[PLAIN], "compressed": caches["half"]}, "both behind as many tokens"
     assert str(attached_methods(found.result.model)[0]) == "snapkv(budget=0.5)", "the model keeps its cache"
 
 
@@ -248,7 +251,8 @@ def test_the_page_shows_what_was_asked_predicted_and_measured(served):
         ({"memory": ""}, r"`memory` \(=''\) must be a number of bytes, such as 1GB"),
         ({"memory": "much"}, r"`memory` \(='much'\) must be a number of bytes"),
         ({"memory": "600KB"}, r"`memory` \(=600000 bytes\) is too small: one sequence of 200 tokens needs at least"),
-        ({"context": 512}, r"`context` \(=512\) must be below 512, the model's positions"),
+        ({"context": 500}, r"`context` \(=500\) and `scored_tokens` \(=24\) need 524 positions; the model has 512"),
+        ({"context": 485}, r"`context` \(=485\) and `new_tokens` \(=28\) need 513 positions; the model has 512"),
         ({"batch": -1}, r"`batch` \(=-1\) must be a number of sequences"),
         ({"batch": 500}, r"`batch` \(=500\) does not fit into `memory` \(=25000000 bytes\): at most \d+ sequences of"),
         ({"aim": "price"}, r"`aim` \(='price'\) must be one of sequences, speed"),
@@ -262,7 +266,7 @@ def test_the_page_shows_what_was_asked_predicted_and_measured(served):
 )
 def test_bad_input_is_refused_by_name(changed, message, model):
     with pytest.raises(ValueError, match=message):
-        predict_service(model, service_of(**{**ASKED, **changed}))
+        predict_service(model, service_of(**{**ASKED, **changed}), scored_tokens=24, new_tokens=28)
 
 
 def test_impossible_limits_say_how_near_one_can_come(model, texts, quick, same_peak):
