@@ -76,9 +76,11 @@ class ServingRecord:
         found: all combinations, with the bytes and losses of their weights and caches as measured; losses add up.
         kept: the number of the chosen one in `found`.
         divergence: of the chosen combination, measured; with its standard error, None for one window.
-        tried: how many combinations were made. factor: measured divergence of the last one over the sum of its losses.
+        tried: how many combinations were chosen and measured, one after the other. factor: measured divergence of the
+            last one with no part in 16 bits over the sum of its losses; 1.0 if there was none.
         rounds: numbers of sequences that were decoded; the last one counts.
         weights, caches: the recipes by their names. windows, scored: windows, and tokens behind the context in each.
+        batch: sequences that were to decode together; None: as many as fit, or an earlier version made the record.
     """
 
     memory: int
@@ -98,6 +100,7 @@ class ServingRecord:
     caches: dict[str, str] = field(default_factory=dict)
     windows: int = 0
     scored: int = 0
+    batch: int | None = None
 
     def broken(self) -> list[str]:
         """The limits that are not kept, in sentences."""
@@ -107,18 +110,28 @@ class ServingRecord:
                 "The limit of the divergence is not kept: of the combinations that were made, this one is nearest to "
                 f"it, with {self.divergence:.4f} nats per token."
             )
+        if self.batch and last.sequences < self.batch:
+            said.append(
+                f"The number of sequences is not reached: of {self.batch:,} that were to decode together, "
+                f"{last.sequences:,} did, because more took more than the memory."
+            )
         if last.peak_bytes > self.memory:
             said.append(f"The memory is not kept: decoding took {last.peak_bytes / 1e6:,.1f} MB.")
         return said
 
     def sentences(self) -> list[str]:
         """What was asked, found and measured, for readers."""
+        joined = "and" if self.batch else "with"
+        limit = f" {joined} a divergence of at most {self.max_kl:g} nats per token" if self.max_kl else ""
         most = "most sequences" if self.aim == "sequences" else "most tokens per second"
-        limit = f" with a divergence of at most {self.max_kl:g} nats per token" if self.max_kl else ""
+        asked = f"the {most} of {self.context:,} tokens"
+        if self.batch:
+            more = "room for the most sequences" if self.aim == "sequences" else f"the {most}"
+            asked = f"{self.batch:,} sequences of {self.context:,} tokens, with {more}"
         kept, last = self.found[self.kept], self.rounds[-1]
         return [
-            f"A memory of {self.memory / 1e6:,.0f} MB is to hold the {most} of {self.context:,} tokens{limit}. Of "
-            f"{len(self.found)} combinations of weights and caches, {sum(one.fits for one in self.found)} fit.",
+            f"A memory of {self.memory / 1e6:,.0f} MB is to hold {asked}{limit}. Of {len(self.found)} combinations of "
+            f"weights and caches, {sum(one.fits for one in self.found)} fit.",
             f"The choice is weights {kept.weights} ({self.weights.get(kept.weights, 'as they are')}) and cache "
             f"{kept.cache} ({self.caches.get(kept.cache, 'as it is')}).",
             f"{last.sequences:,} sequences were decoded together in {last.peak_bytes / 1e6:,.1f} MB, with caches of "

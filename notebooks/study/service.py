@@ -151,15 +151,23 @@ class Shapes:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def predict_service(model: PreTrainedModel, asked: Service) -> Shapes:
+def predict_service(model: PreTrainedModel, asked: Service, *, scored_tokens: int = 1, new_tokens: int = 1) -> Shapes:
     """What follows from shapes, before anything is compressed.
 
+    Args:
+        scored_tokens, new_tokens: behind each context, that will be scored, and decoded.
+
     Raises:
-        ValueError: a recipe does not fit the model, or no combination fits into the memory; the message says how near
-            one comes.
+        ValueError: a recipe does not fit the model, the model has too few positions, or no combination fits into the
+            memory; the message says how near one comes.
     """
-    if asked.context >= (most := positions(model)):
-        raise ValueError(f"`context` (={asked.context}) must be below {most}, the model's positions")
+    most = positions(model)
+    for name, behind in (("scored_tokens", scored_tokens), ("new_tokens", new_tokens)):
+        if asked.context + behind > most:
+            raise ValueError(
+                f"`context` (={asked.context}) and `{name}` (={behind}) need {asked.context + behind} positions; the "
+                f"model has {most}"
+            )
     outline = sharing_copy(model, weights=False)
     plain = costs.plain_weights(model.name_or_path, model)
     stored = {costs.PLAIN: plain}

@@ -13,13 +13,15 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from compress import Result, apply
+from compress import Result
 from compress.allocation.predictions import divergence
 from compress.apply import apply_each
 from compress.kv import CacheBatch, CompressedCache, attach, attached
 from compress.kv.attach import Attachment
 from compress.linear import sharing_copy
 from compress.method import Method
+from compress.walk.blocks import kept_weights
+from compress.walk.identity import model_identity
 from eval.evaluate import Scores
 from eval.machine.memory import peak_above_start
 from eval.machine.size import size
@@ -63,12 +65,14 @@ class Serving:
         return "".join(f"<p>{escape(sentence)}</p>" for sentence in self.record.sentences())
 
 
+Loss = tuple[float, float | None]  # nats per token, and the standard error over texts
+
+
 @dataclass(frozen=True)
 class CacheMeasure:
-    """Of one cache: loss in nats per token; bytes of a sequence's cache behind its prompt and a token; room: further
-    bytes while the prompt was read."""
+    """Of one cache: bytes of a sequence's cache behind its prompt and a token; room: further bytes while the prompt was
+    read."""
 
-    loss: float
     nbytes: int
     room: int
 
@@ -89,8 +93,9 @@ def serve(
     """Measure losses and bytes of weights and of caches, choose a combination, make it, and decode with it.
 
     The loss of a cache is measured with the original weights, that of weights with the original cache; both are
-    assumed to add up. If the combination that was made loses more than its limit, all predictions are corrected by its
-    factor, and another one is chosen, at most three in all. Then as many sequences as predicted are decoded together;
+    assumed to add up. If the combination that was made loses more than its limit, the predictions for all others are
+    corrected by its factor, and another one is chosen, at most three in all: if none is predicted to be within the
+    limit any more, the one that loses least. Then as many sequences as predicted are decoded together;
     if they take more than the memory, fewer are.
 
     Args:
@@ -102,7 +107,8 @@ def serve(
         new_tokens: tokens that are decoded of every sequence.
 
     Raises:
-        ValueError: no combination that fits is within the limit of the divergence; the message says how near one comes.
+        ValueError: of no combination that fits the losses of the parts add up to less than the limit of the divergence;
+            the message says how near one comes.
     """
     check_positive(new_tokens=new_tokens)
     results = apply_each(asked.weights, model, batches, device=device, work_path=work_path or None)
@@ -126,18 +132,21 @@ class _Service:
         )  # fmt: skip
         self.expected = self._logits(model, [])
         self.works = {name: self._weights(self._model(name)) for name in (costs.PLAIN, *asked.weights)}
-        self.losses = {name: self._loss(one.model, [])[0] for name, one in results.items()}
+        self.alone = self._measure_alone()
         self.caches = self._measure_caches()
 
     def run(self, corpus: str) -> Serving:
-        made: dict[tuple[str, str], tuple[float, float | None]] = {}
+        made: dict[tuple[str, str], Loss] = {}
         factor = 1.0
         while len(made) < MADE:
             best = self._choose(made, factor)
-            if (place := (best.weights, best.cache)) in made:
+            if best is None or (place := (best.weights, best.cache)) in made:
                 break
+            if place in self.alone:  # measured already, and no sum that could be corrected
+                made[place] = self.alone[place]
+                continue
             made[place] = self._loss(self._model(best.weights), self._methods(best.cache))
-            factor = made[place][0] / max(best.loss or 0.0, 1e-9) if best.loss else factor
+            factor = made[place][0] / best.loss if best.loss else factor
         place = self._kept(made)
         found = self._combinations()
         kept = next(i for i, one in enumerate(found) if (one.weights, one.cache) == place)
@@ -160,6 +169,7 @@ class _Service:
             caches={name: Service.text(methods) for name, methods in self.asked.caches.items()},
             windows=len(self.texts),
             scored=self.texts[0].shape[1] - self.asked.context,
+            batch=self.asked.batch,
         )
         return Serving(self._result(found[kept]), record, self._scores(record, corpus))
 
@@ -191,7 +201,7 @@ class _Service:
                     for text, cache in zip(texts, caches, strict=True)
                 ]
 
-    def _loss(self, model: PreTrainedModel, methods: Sequence[Method]) -> tuple[float, float | None]:
+    def _loss(self, model: PreTrainedModel, methods: Sequence[Method]) -> Loss:
         """The divergence behind the context, nats per token, and its standard error over texts."""
         pairs = zip(self.expected, self._logits(model, methods), strict=True)
         scored = [wanted.shape[1] for wanted in self.expected]
@@ -205,11 +215,14 @@ class _Service:
         cache.paused = True
         return cache, logits[:, -1:].argmax(-1)
 
+    def _measure_alone(self) -> dict[tuple[str, str], Loss]:
+        """The losses of combinations of which one part, or both, are in 16 bits."""
+        found: dict[tuple[str, str], Loss] = {(costs.PLAIN, costs.PLAIN): (0.0, None)}
+        found |= {(name, costs.PLAIN): self._loss(one.model, []) for name, one in self.results.items()}
+        return found | {(costs.PLAIN, name): self._loss(self.model, own) for name, own in self.asked.caches.items()}
+
     def _measure_caches(self) -> dict[str, CacheMeasure]:
         names, found = (costs.PLAIN, *self.asked.caches), dict[str, CacheMeasure]()
-        losses = {
-            name: self._loss(self.model, self._methods(name))[0] if name != costs.PLAIN else 0.0 for name in names
-        }
         with self._deployed(costs.PLAIN) as small:
             for name in tqdm(names, desc="caches", unit="cache"):
                 with attached(small, self._methods(name)) as attachment:
@@ -218,7 +231,7 @@ class _Service:
                         prompt = self.texts[0][:, : self.asked.context].to(small.device)
                         cache, token = self._read(small, attachment.cache(), prompt)
                         small(token, past_key_values=cache, use_cache=True)
-                    found[name] = CacheMeasure(losses.get(name, 0.0), cache.nbytes, max(peak.bytes - cache.nbytes, 0))
+                    found[name] = CacheMeasure(cache.nbytes, max(peak.bytes - cache.nbytes, 0))
         return found
 
     @contextmanager
@@ -249,43 +262,50 @@ class _Service:
                         batch=self.asked.batch,
                         ceilings=self.shapes.ceilings,
                         cache_bytes=measured.nbytes,
-                        loss=self.losses.get(weights, 0.0) + measured.loss,
+                        loss=self.alone[weights, costs.PLAIN][0] + self.alone[costs.PLAIN, cache][0],
                     )
                 )
         return found
 
-    def _choose(self, made: Mapping[tuple[str, str], tuple[float, float | None]], factor: float) -> Combination:
-        """The best combination within the limit of the divergence, which is measured or predicted for each."""
+    def _choose(self, made: Mapping[tuple[str, str], Loss], factor: float) -> Combination | None:
+        """The best combination within the limit of the divergence, which is measured or predicted for each. If there is
+        none, that of the least loss whose parts add up to less than the limit; None if each of these was made."""
         fitting = [one for one in self._combinations() if one.fits]
         if not fitting:
             raise ValueError(f"{self.asked.too_small(self._combinations())}, as measured")
 
         def loss(one: Combination) -> float:
-            known = made.get((one.weights, one.cache))
-            alone = costs.PLAIN in (one.weights, one.cache)  # the loss of one part, which is measured
-            return known[0] if known else (1.0 if alone else factor) * (one.loss or 0.0)
+            place = one.weights, one.cache
+            known = made.get(place) or self.alone.get(place)
+            return known[0] if known else factor * (one.loss or 0.0)
 
-        limit = self.asked.max_kl
-        within = [one for one in fitting if limit is None or loss(one) <= limit * (1 + CLOSE)]
-        if not within:
-            best = min(fitting, key=loss)
+        if within := [one for one in fitting if self._keeps(loss(one))]:
+            return self._best(within)
+        least = min(fitting, key=lambda one: one.loss or 0.0)
+        if not made:
             raise ValueError(
-                f"`max_kl` (={limit:g}) cannot be kept: of the combinations that fit into the memory, weights "
-                f"{best.weights} with cache {best.cache} lose least, {loss(best):.4f} nats per token"
+                f"`max_kl` (={self.asked.max_kl:g}) cannot be kept: of the combinations that fit into the memory, "
+                f"weights {least.weights} with cache {least.cache} lose least, {least.loss:.4f} nats per token"
             )
-        best = (largest if self.asked.aim == "sequences" else fastest)(within)
+        others = [one for one in fitting if (one.weights, one.cache) not in made and self._keeps(one.loss or 0.0)]
+        return min(others, key=loss, default=None)
+
+    def _keeps(self, loss: float) -> bool:
+        """Whether this loss is within the limit."""
+        return self.asked.max_kl is None or loss <= self.asked.max_kl * (1 + CLOSE)
+
+    def _best(self, found: Sequence[Combination]) -> Combination:
+        """The best of combinations that fit, by what is asked for."""
+        best = (largest if self.asked.aim == "sequences" else fastest)(found)
         assert best is not None
         return best
 
-    def _kept(self, made: Mapping[tuple[str, str], tuple[float, float | None]]) -> tuple[str, str]:
+    def _kept(self, made: Mapping[tuple[str, str], Loss]) -> tuple[str, str]:
         """Of the combinations that were made, the best within the limit; else the one that loses least."""
-        limit = self.asked.max_kl
-        within = [place for place, (kl, _) in made.items() if limit is None or kl <= limit * (1 + CLOSE)]
+        within = [place for place, (loss, _) in made.items() if self._keeps(loss)]
         if not within:
             return min(made, key=lambda place: made[place][0])
-        found = [one for one in self._combinations() if (one.weights, one.cache) in within]
-        best = (largest if self.asked.aim == "sequences" else fastest)(found)
-        assert best is not None
+        best = self._best([one for one in self._combinations() if (one.weights, one.cache) in within])
         return best.weights, best.cache
 
     # What is made.
@@ -341,9 +361,17 @@ class _Service:
             one = self.results[chosen.weights]
             made = dataclasses.replace(one, recipe=[*one.recipe, *methods], asked=[*one.asked, *methods])
         else:
-            some = next(iter(self.results.values()), None) or apply(methods, sharing_copy(self.model))
-            own = {"model": sharing_copy(self.model), "recipe": methods, "asked": methods, "layers": [], "kept": []}
-            made = dataclasses.replace(some, **own, folds=[], allocation=None, notes=[], kernels={}, calibration=None)
+            made = Result(
+                model=sharing_copy(self.model),
+                recipe=[*methods],
+                asked=[*methods],
+                layers=[],
+                kept=kept_weights(self.model, []),
+                identity=model_identity(self.model),
+                calibration=None,
+                seconds=0.0,
+                kernels={},
+            )
         if methods:
             attach(made.model, methods)
             made.notes = [*made.notes, *(one for m in methods for one in m.remarks(made.model.device))]
@@ -358,7 +386,7 @@ class _Service:
             "compressed": {
                 f"kl_{corpus}": record.divergence,
                 "stored_bytes": kept.weight_bytes,
-                "cache_bytes": last.cache_bytes / last.sequences,
+                "cache_bytes": kept.cache_bytes,  # behind as many tokens as the baseline's
                 "peak_memory_bytes": last.peak_bytes,
             },
         }

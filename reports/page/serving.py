@@ -1,5 +1,6 @@
 """Weights and caches within a memory: what was asked, predicted and measured, and every combination."""
 
+from dataclasses import replace
 from typing import Any
 
 from eval.record.metrics import number
@@ -40,16 +41,19 @@ def _wishes(made: ServingRecord) -> list[WishRow]:
     """What was predicted: bytes from shapes, the divergence as the sum of measured losses, the speed by the cost
     model."""
     last, kept, shapes = made.rounds[-1], made.found[made.kept], made.by_shapes
-    together = last.cache_bytes / last.sequences
+    cache = last.cache_bytes / last.sequences
     timed = last.tokens_per_s if made.device == "here" else None  # another device's prediction is not compared
-    held = shapes.weight_bytes + shapes.batch * shapes.cache_bytes + shapes.room
+    held = shapes.weight_bytes + last.sequences * shapes.cache_bytes + shapes.room  # of those that were decoded
+    together = as_row(f"tokens/s together, {clean(made.device, 40)}", None, shapes.tokens_per_s, timed, whole)
+    if last.sequences != shapes.batch:
+        together = replace(together, off="")  # the speed was predicted for another number of sequences
     return [
-        as_row("memory, MB", made.memory, held, last.peak_bytes, megabytes),
-        as_row("sequences", None, shapes.batch, last.sequences, whole, most=False),
+        as_row(f"memory with {last.sequences:,} sequences, MB", made.memory, held, last.peak_bytes, megabytes),
+        as_row("sequences", made.batch, shapes.batch or shapes.sequences, last.sequences, whole, most=False),
         as_row("weights, MB", None, shapes.weight_bytes, kept.weight_bytes, megabytes),
-        as_row("cache of one sequence, MB", None, shapes.cache_bytes, together, lambda size: f"{size / 1e6:.2f}"),
+        as_row("cache of one sequence, MB", None, shapes.cache_bytes, cache, lambda size: f"{size / 1e6:.2f}"),
         as_row("divergence, nats per token", made.max_kl, kept.loss or 0.0, made.divergence, number),
-        as_row(f"tokens/s together, {clean(made.device, 40)}", None, shapes.tokens_per_s, timed, whole, most=False),
+        together,
     ]
 
 

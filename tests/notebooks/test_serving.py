@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from contextlib import contextmanager
+from datetime import UTC, datetime
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ from eval.machine.size import size
 from eval.record.reading import plain
 from eval.record.rows import typed
 from eval.record.serving import ServingRound
+from eval.run_record import RunInfo, record
 from kernels.support.deploy import deployed
 from notebooks.study import serving
 from notebooks.study.costs import PLAIN
 from notebooks.study.service import predict_service, service_of
 from reports.page import serving as page
+from reports.page.render import page as whole_page
 from tests.architectures import tiny_model
 
 CONTEXT, SCORED = 200, 24
@@ -77,6 +80,9 @@ def test_the_most_sequences_are_made_and_decoded(model, served):
     assert chosen.weight_bytes == size(deployed(small)).resident_bytes
     assert record.by_shapes.cache_bytes == pytest.approx(last.cache_bytes / last.sequences, rel=0.2), "and room to grow"
     assert [str(one) for one in found.result.recipe] == ["rtn(bits=3, group_size=32)", "snapkv(budget=0.5)"]
+    caches = {one.cache: one.cache_bytes for one in record.found}
+    metrics = {name: of["cache_bytes"] for name, of in found.scores.metrics.items()}
+    assert metrics == {"baseline": caches[PLAIN], "compressed": caches["half"]}, "both behind as many tokens"
     assert str(attached_methods(found.result.model)[0]) == "snapkv(budget=0.5)", "the model keeps its cache"
 
 
@@ -120,6 +126,18 @@ def test_a_limit_of_the_divergence_leaves_less_choice(model, texts, served, quic
     assert chosen.tokens_per_s == max(one.tokens_per_s for one in within)
 
 
+def losing(whole):
+    """A stand-in of the measurement: `whole` of the sum of the losses of both parts, which alone lose `PARTS`."""
+
+    def loss(self, of, methods):
+        weights = next((name for name, one in self.results.items() if one.model is of), "")
+        cache = next((name for name, own in self.asked.caches.items() if own == methods), "")
+        total = PARTS.get(weights, 0) + PARTS.get(cache, 0)
+        return whole(total) if weights and cache else total, None
+
+    return loss
+
+
 PARTS = {"half": 0.02, "3 bits": 0.02, "8 bits": 0.001}  # losses of weights and of caches by their names
 
 
@@ -131,23 +149,49 @@ def test_a_combination_that_loses_more_than_its_parts_is_not_kept(
     limit, factor, chosen, tried, model, texts, quick, monkeypatch
 ):
     """Whole models lose the sum of the losses of both parts, times a factor."""
-
-    def loss(self, of, methods):
-        weights = next((name for name, one in self.results.items() if one.model is of), "")
-        cache = next((name for name, own in self.asked.caches.items() if own == methods), "")
-        return (PARTS.get(weights, 0) + PARTS.get(cache, 0)) * (factor if weights and cache else 1), None
-
-    monkeypatch.setattr(serving._Service, "_loss", loss)
+    monkeypatch.setattr(serving._Service, "_loss", losing(lambda total: total * factor))
     record = made(model, texts, max_kl=limit).record
     kept = record.found[record.kept]
     assert record.tried == tried and not record.broken()
     assert (kept.weights, kept.cache) == chosen and record.divergence <= limit
+    assert record.factor == pytest.approx(factor), "a combination with a part in 16 bits does not change it"
+
+
+@pytest.mark.parametrize("mild", [1.0, 30.0])
+def test_a_milder_combination_is_made_if_none_is_predicted_within_the_limit(mild, model, texts, quick, monkeypatch):
+    """Nothing in 16 bits fits, and the first combination loses 20 times the sum of its parts."""
+    combinations = serving._Service._combinations
+
+    def told(self):
+        return [dataclasses.replace(one, batch=one.batch * (PLAIN not in (one.weights, one.cache)))
+                for one in combinations(self)]  # fmt: skip
+
+    monkeypatch.setattr(serving._Service, "_combinations", told)
+    monkeypatch.setattr(serving._Service, "_loss", losing(lambda total: total * (20 if total > 0.01 else mild)))
+    record = made(model, texts, max_kl=0.03).record
+    chosen = record.found[record.kept]
+    assert (chosen.weights, chosen.cache) == ("8 bits", "8 bits") and record.tried == 3
+    assert record.divergence == pytest.approx(0.002 * mild) and bool(record.broken()) == (mild > 15)
 
 
 def test_a_number_of_sequences_may_be_given(model, texts):
     record = made(model, texts, batch=3, caches="").record
     assert [one.sequences for one in record.rounds] == [3] and record.rounds[0].cache_bytes > 3 * 800_000
     assert {one.batch for one in record.found} == {3} and record.found[record.kept].sequences > 3
+    assert record.batch == 3 and not record.broken()
+    assert "A memory of 25 MB is to hold 3 sequences of 200 tokens, with room for the most" in record.sentences()[0]
+    limited = dataclasses.replace(record, max_kl=0.5).sentences()[0]
+    assert "room for the most sequences and a divergence of at most 0.5 nats per token. Of 3 combin" in limited
+    fewer = dataclasses.replace(record, rounds=(dataclasses.replace(record.rounds[0], sequences=2),), device="here")
+    for one, off in ((record, True), (fewer, False)):
+        rows = {row.name: row for row in page.context(typed(json.loads(json.dumps(plain({"serving": one})))))["wishes"]}
+        last, shapes = one.rounds[-1], one.by_shapes
+        assert (rows["sequences"].asked, rows["sequences"].predicted) == ("3", "3")
+        assert (rows["sequences"].measured, rows["sequences"].kept) == (f"{last.sequences}", "yes" if off else "no")
+        held = shapes.weight_bytes + last.sequences * shapes.cache_bytes + shapes.room
+        assert rows[f"memory with {last.sequences} sequences, MB"].predicted == f"{held / 1e6:.1f}"
+    assert rows["tokens/s together, here"].measured and not rows["tokens/s together, here"].off
+    assert fewer.broken()[0].startswith("The number of sequences is not reached: of 3 that were to decode together, 2")
 
 
 @pytest.mark.parametrize("each", [1.5, 4.0])
@@ -188,7 +232,8 @@ def test_the_page_shows_what_was_asked_predicted_and_measured(served):
     record = dataclasses.replace(served.record, max_kl=100.0)
     shown = page.context(typed(json.loads(json.dumps(plain({"serving": record})))))
     rows = {row.name: row for row in shown["wishes"]}
-    assert rows["memory, MB"].asked == "25.0" and rows["memory, MB"].kept == "yes"
+    memory = rows[f"memory with {record.rounds[-1].sequences} sequences, MB"]
+    assert memory.asked == "25.0" and memory.kept == "yes"
     assert rows["divergence, nats per token"].kept == "yes" and rows["sequences"].asked == ""
     assert rows["tokens/s together, l4"].measured == "" and rows["tokens/s together, l4"].predicted
     assert len(shown["found"]) == 9 and sum("chosen" in cells[-1] for cells in shown["found"]) == 1
@@ -206,7 +251,8 @@ def test_the_page_shows_what_was_asked_predicted_and_measured(served):
         ({"memory": ""}, r"`memory` \(=''\) must be a number of bytes, such as 1GB"),
         ({"memory": "much"}, r"`memory` \(='much'\) must be a number of bytes"),
         ({"memory": "600KB"}, r"`memory` \(=600000 bytes\) is too small: one sequence of 200 tokens needs at least"),
-        ({"context": 512}, r"`context` \(=512\) must be below 512, the model's positions"),
+        ({"context": 500}, r"`context` \(=500\) and `scored_tokens` \(=24\) need 524 positions; the model has 512"),
+        ({"context": 485}, r"`context` \(=485\) and `new_tokens` \(=28\) need 513 positions; the model has 512"),
         ({"batch": -1}, r"`batch` \(=-1\) must be a number of sequences"),
         ({"batch": 500}, r"`batch` \(=500\) does not fit into `memory` \(=25000000 bytes\): at most \d+ sequences of"),
         ({"aim": "price"}, r"`aim` \(='price'\) must be one of sequences, speed"),
@@ -220,7 +266,7 @@ def test_the_page_shows_what_was_asked_predicted_and_measured(served):
 )
 def test_bad_input_is_refused_by_name(changed, message, model):
     with pytest.raises(ValueError, match=message):
-        predict_service(model, service_of(**{**ASKED, **changed}))
+        predict_service(model, service_of(**{**ASKED, **changed}), scored_tokens=24, new_tokens=28)
 
 
 def test_impossible_limits_say_how_near_one_can_come(model, texts, quick, same_peak):
@@ -231,6 +277,18 @@ def test_impossible_limits_say_how_near_one_can_come(model, texts, quick, same_p
     with pytest.raises(ValueError, match=r"`max_kl` \(=1e-09\) cannot be kept: of the combinations that fit into"):
         tight = dataclasses.replace(asked, memory=int(record.found[0].least) - 1)
         serving.serve(model, [], texts, tight, shapes, corpus="text")
+
+
+def test_the_original_may_be_the_best_choice(model, texts, quick):
+    """Only the cache has recipes, and each of them loses more than the limit."""
+    found = made(model, texts, weights="", caches="half: snapkv(budget=0.5)", max_kl=1e-12)
+    kept = found.record.found[found.record.kept]
+    assert (kept.weights, kept.cache, found.record.divergence) == (PLAIN, PLAIN, 0) and not found.record.broken()
+    assert found.result.recipe == [] and attached_methods(found.result.model) == []
+    info = RunInfo("k", "serve", {}, datetime.now(UTC), "")
+    written = record(found.result, found.scores, info, serving=found)
+    assert written["recipe"] == [] and written["model"]["weights_sha256"] and len(written["kept"]) > 10
+    assert "The choice is weights 16 bits (as they are) and cache 16 bits (as it is)." in whole_page(written)
 
 
 def test_sequences_have_caches_of_their_own(model, texts):
