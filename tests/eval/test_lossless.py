@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from eval.machine.size import positions
+from eval.record.measured import GuessingSpeed, Lossless
 from eval.record.metrics import better
 from eval.record.reading import plain
 from eval.record.rows import typed
@@ -20,6 +21,7 @@ from kernels.step.accelerate import accelerate
 from kernels.step.writing.guesses import Draft, Pace
 from kernels.support.deploy import deployed
 from reports.page.lossless import context
+from reports.page.render import page
 
 needs_steps = pytest.mark.skipif(
     native.why_not() is not None or native.isa(torch.bfloat16) == "portable", reason="no C++ kernels here"
@@ -154,3 +156,13 @@ def test_measurements_that_cannot_be_made_are_refused(tiny, tokenizer, short_pro
     monkeypatch.setattr(lossless, "KINDS", {"free text": (" ".join(["w1"] * positions(model)),)})
     with pytest.raises(ValueError, match="the model has 128 positions, too few for guesses to be measured"):
         check_lossless(model, tokenizer, **right)
+
+
+def test_a_page_does_not_say_that_texts_are_the_same_where_they_differ():
+    for same in (True, False):
+        speeds = (
+            GuessingSpeed("editing", "plain", 9.0, 1.0, 0.1, True),
+            GuessingSpeed("editing", "x", 9.0, 1.0, 0.1, same),
+        )
+        html = page({"lossless": plain(Lossless(8, 1, {}, speeds))})
+        assert ("its text stays the same" in html) is same and ("Texts differ from plain" in html) is not same
