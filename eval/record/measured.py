@@ -180,7 +180,7 @@ class GuessingSpeed:
 
     tokens_per_s: with the time of the prompts, median over the rounds. ratio: to plain decoding in the same round,
     median. spread: relative difference that chance makes, from plain decoding timed twice. same: were all texts those
-    of plain decoding?
+    of plain decoding? guessed: number of guessed tokens in all rounds; None: plain decoding, or not counted.
     """
 
     kind: str
@@ -189,11 +189,17 @@ class GuessingSpeed:
     ratio: float | None
     spread: float | None
     same: bool | None
+    guessed: int | None = None
+
+    @property
+    def way_and_guesses(self) -> str:
+        """The way, and whether nothing was guessed, so that its speed is that of plain decoding."""
+        return f"{self.way} (did not guess)" if self.guessed == 0 else self.way
 
 
 @dataclass(frozen=True)
 class Lossless:
-    """Guesses that the baseline verifies; the record's `lossless`. why_not: why nothing was timed."""
+    """Guesses that the baseline verifies; the record's `lossless`. why_not: why nothing, or a draft, was not timed."""
 
     new_tokens: int | None
     rounds: int | None

@@ -1,5 +1,6 @@
 """Where the time of a decoding step goes: of a compressed model, beside the model in 16 bits."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,44 +38,46 @@ class Explanation:
     disturbed: str
 
     @classmethod
-    def of(cls, speeds: Mapping[str, Speed]) -> "Explanation | None":
+    def of(cls, speeds: Mapping[str, Speed], baseline: str = "baseline") -> "Explanation | None":
         """The models of which the parts of a step were timed, the one in 16 bits first; None: not this one, or it
-        alone."""
+        alone. baseline: the name of the model in 16 bits."""
+        names = [baseline, *(name for name in speeds if name != baseline)] if baseline in speeds else []
         steps = {
             name: StepTimes(one.parts, (one.settings.batch or 1) / one.step_tokens_per_s)
-            for name, one in speeds.items()
-            if one.parts and one.step_tokens_per_s
+            for name in names
+            if (one := speeds[name]).parts and one.step_tokens_per_s
         }
-        first, parts = next(iter(speeds), ""), [part for step in steps.values() for part in step.parts.values()]
-        if len(steps) < 2 or first not in steps:
+        if len(steps) < 2 or baseline not in steps:
             return None
+        parts = [part for step in steps.values() for part in step.parts.values()]
         bandwidth = max((part.bytes / part.least for part in parts if part.least), default=0.0)
         return cls(steps, bandwidth, next(filter(None, (disturbed(one.load) for one in speeds.values())), ""))
 
     def sentences(self, name: str) -> list[str]:
         """What makes this model as fast as it is."""
         before, after = next(iter(self.steps.values())), self.steps[name]
+        times = before.bytes / after.bytes if after.bytes else math.nan
+        expected = f"By the bytes that a token reads it would decode {times:.2f} times as fast as in 16 bits; it"
+        subject = expected if math.isfinite(times) and times > 0 else "It"
         said = [
-            f"By the bytes that a token reads it would decode {before.bytes / after.bytes:.2f} times as fast as in 16 "
-            f"bits; it decodes {before.seconds / after.seconds:.2f} times as fast: {_ms(after.seconds)} a token "
-            f"instead of {_ms(before.seconds)}."
+            f"{subject} decodes {before.seconds / after.seconds:.2f} times as fast: "
+            f"{_ms(after.seconds)} a token instead of {_ms(before.seconds)}."
         ]
-        same = [
-            part for part, own in after.parts.items() if own.bytes >= before.parts[part].bytes and part != ATTENTION
-        ]
+        both = {part: own for part, own in after.parts.items() if part in before.parts}
+        same = [part for part, own in both.items() if own.bytes >= before.parts[part].bytes and part != ATTENTION]
         if same:
             taken = sum(after.parts[part].seconds for part in same)
             said.append(f"Kept in 16 bits: {_listed(same)}, {_ms(taken)} ({_share(taken / after.seconds)}).")
-        above = {part: own.seconds - own.least for part, own in after.parts.items()}
-        worst = max(above, key=above.__getitem__)
-        if above[worst] > 0.05 * after.seconds:
+        above = {part: own.seconds - own.least for part, own in after.parts.items() if math.isfinite(own.bytes)}
+        worst = max(above, key=above.__getitem__, default="")
+        if worst and above[worst] > 0.05 * after.seconds:
             own = after.parts[worst]
             said.append(
                 f"Most of what is above the time to read the bytes is in {worst}: {_ms(own.seconds)} for "
                 f"{own.bytes / 1e6:.1f} MB, {_share(own.least / own.seconds)} of the bandwidth; its limit is "
                 f"{'the ' * (own.bound == 'waiting of threads')}{own.bound}."
             )
-        slower = [part for part, own in after.parts.items() if own.seconds > 1.05 * before.parts[part].seconds]
+        slower = [part for part, own in both.items() if own.seconds > 1.05 * before.parts[part].seconds]
         if slower:
             said.append(f"Slower than in 16 bits: {_listed(slower)}.")
         if after.rest > 0.05 * after.seconds:

@@ -11,12 +11,14 @@ from eval.speed.speed import contestants, make, make_ready, measure_speed
 NEW_TOKENS = 32
 
 
-def check_explained(model: nn.Module, *, prompt_tokens: int, new_tokens: int = NEW_TOKENS) -> None:
-    """Raise ValueError if the parts of a step of this model cannot be timed; the message says why."""
+def check_explained(
+    model: nn.Module, *, prompt_tokens: int, new_tokens: int = NEW_TOKENS, name: str = "16 bits"
+) -> None:
+    """Raise ValueError if the parts of a step of the model of this name cannot be timed; the message says why."""
     longest = positions(model) - new_tokens
     if not 2 <= prompt_tokens <= longest:
         raise ValueError(f"`context` (={prompt_tokens}) must be at least 2, and at most {longest} for this model")
-    [(name, variant)] = contestants({"16 bits": model}, compiled=False).items()
+    [(name, variant)] = contestants({name: model}, compiled=False).items()
     make_ready(variant, make(variant), prompt_tokens, 1)
     if not getattr(variant.step, "in_one_call", False):
         raise ValueError(_without_step(name, variant.step, variant.execution))
@@ -34,11 +36,12 @@ def explain(
     Raises:
         ValueError: a model has no native step on this machine; the message says why.
     """
-    check_explained(next(iter(models.values())), prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    for name, model in models.items():
+        check_explained(model, prompt_tokens=prompt_tokens, new_tokens=new_tokens, name=name)
     speeds = measure_speed(contestants(models), prompt_tokens=prompt_tokens, new_tokens=new_tokens, rounds=rounds)
     if lacking := next((name for name, one in speeds.items() if not one.parts), ""):
         raise ValueError(_without_step(lacking, None, speeds[lacking].execution))
-    found = Explanation.of(speeds)
+    found = Explanation.of(speeds, next(iter(models)))
     assert found is not None, "the first model has parts"
     return found
 

@@ -7,7 +7,7 @@ before.
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -21,8 +21,8 @@ from eval.record import noise
 from eval.record.measured import GuessedTokens, GuessingSpeed, Lossless
 from eval.record.metrics import fmt
 from eval.speed.device_lock import undisturbed
-from eval.writing.generation import PROMPTS, encode_prompt, write
-from kernels.step.accelerate import accelerate
+from eval.writing.generation import PROMPTS, encode_prompt, end_tokens, write
+from kernels.step.accelerate import accelerate, why_not_verifying
 from kernels.support.deploy import deployed
 
 PASSAGE = (
@@ -68,7 +68,7 @@ class Guessing:
             for name, one in self.record.drafts.items()
         )
         timed = "".join(
-            f"<tr><th style='text-align:left'>{escape(one.kind)}, {escape(one.way)}</th><td>"
+            f"<tr><th style='text-align:left'>{escape(one.kind)}, {escape(one.way_and_guesses)}</th><td>"
             f"{fmt(one.tokens_per_s, '.1f')}</td><td>{fmt(one.ratio)}</td><td>{'yes' if one.same else 'no'}</td></tr>"
             for one in self.record.speeds
         )
@@ -81,47 +81,83 @@ class Guessing:
         )
 
 
-def check_lossless(model: nn.Module, *, new_tokens: int, rounds: int) -> None:
-    """Raise ValueError if guesses cannot be measured like this; quick. Args: as in `measure_lossless`."""
-    if type(new_tokens) is not int or not 2 <= new_tokens <= positions(model) // 2:
+def check_lossless(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    guess_tokens: int,
+    speed_rounds: int,
+    drafts: Collection[str] = (),
+) -> None:
+    """Raise ValueError if guesses cannot be measured like this; quick.
+
+    Args: as in `measure_lossless`; drafts: their names.
+    """
+    longest = max(encode_prompt(tokenizer, one).shape[1] for texts in KINDS.values() for one in texts)
+    most = positions(model) - longest
+    if most < 2:
         raise ValueError(
-            f"`new_tokens` (={new_tokens!r}) must be an integer from 2 to {positions(model) // 2}, half of the model's "
-            "positions"
+            f"the model has {positions(model)} positions, too few for guesses to be measured: the longest prompt takes "
+            f"{longest}, and a text at least 2"
         )
-    if type(rounds) is not int or rounds < 0:
-        raise ValueError(f"`rounds` (={rounds!r}) must be a positive integer, or 0 to time nothing")
+    if type(guess_tokens) is not int or not 2 <= guess_tokens <= most:
+        raise ValueError(
+            f"`guess_tokens` (={guess_tokens!r}) must be an integer from 2 to {most}, the model's positions behind the "
+            f"longest prompt of {longest} tokens"
+        )
+    if type(speed_rounds) is not int or speed_rounds < 0:
+        raise ValueError(f"`speed_rounds` (={speed_rounds!r}) must be a positive integer, or 0 to time nothing")
+    if taken := sorted({PLAIN, LOOK_UP, AGAIN} & set(drafts)):
+        raise ValueError(
+            f"`compare` names a draft {taken[0]!r}; every name is allowed but those of other ways of writing: {PLAIN}, "
+            f"{LOOK_UP}, {AGAIN}"
+        )
 
 
 @torch.no_grad()
 def measure_lossless(
-    models: Mapping[str, nn.Module], tokenizer: PreTrainedTokenizerBase, *, new_tokens: int = 64, rounds: int = 3
+    models: Mapping[str, nn.Module],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    guess_tokens: int = 96,
+    speed_rounds: int = 3,
 ) -> Guessing:
     """Measure models as drafts of "baseline", and the speed of look-up and of each draft in turns with plain decoding.
 
     Args:
         models: "baseline", and its drafts by name; bfloat16 copies are accelerated.
-        new_tokens: of each text. rounds: of timing, in each of which all ways write all texts; 0: nothing is timed.
+        guess_tokens: most tokens of each text, which ends earlier at the original's first end token. A draft reads a
+            prompt only if the text may get more than half as many tokens.
+        speed_rounds: rounds of timing, in each of which all ways write all texts; 0: nothing is timed.
 
     Raises:
         ValueError: see `check_lossless`; there is no "baseline".
     """
     if "baseline" not in models:
         raise ValueError(f"`models` (={list(models)}) must have a 'baseline', whose text the others guess")
-    check_lossless(models["baseline"], new_tokens=new_tokens, rounds=rounds)
+    check_lossless(
+        models["baseline"], tokenizer, guess_tokens=guess_tokens, speed_rounds=speed_rounds, drafts=[*models]
+    )
     half = {name: accelerate(deployed(model)) for name, model in models.items()}
     original = half.pop("baseline")
+    ends = end_tokens(models["baseline"], tokenizer)
     prompts = {kind: [encode_prompt(tokenizer, one) for one in texts] for kind, texts in KINDS.items()}
-    plain = {kind: [_text(original, ids, new_tokens) for ids in own] for kind, own in prompts.items()}
+    plain = {kind: [_to_end(_text(original, ids, guess_tokens), ends) for ids in own] for kind, own in prompts.items()}
     pairs = [(ids, text) for kind, own in prompts.items() for ids, text in zip(own, plain[kind], strict=True)]
-    drafts = {name: _guessed([agreement(draft, *pair) for pair in pairs]) for name, draft in half.items()}
-    verifies = getattr(getattr(original, "acceleration", None), "verifies", None)
-    why_not = "" if verifies is not None and verifies() else "No steps of this model verify guesses on this machine."
+    drafts = {name: _guessed([agreement(draft, *pair)[1:] for pair in pairs]) for name, draft in half.items()}
     speeds: list[GuessingSpeed] = []
-    if rounds and not why_not:
+    why_not = why_not_verifying(original, "model")
+    if why_not:
+        said = [f"Nothing was timed, because no steps of the original verify guesses on this machine: {why_not}."]
+    else:
+        refused = {name: why_not_verifying(draft, "draft") for name, draft in half.items()}
+        said = [f"{name} was not timed: {why}." for name, why in refused.items() if why]
+        half = {name: draft for name, draft in half.items() if not refused[name]}
+    if speed_rounds and not why_not:
         with undisturbed(original.device):
             for kind in KINDS:
-                speeds += _speeds(kind, original, half, prompts[kind], plain[kind], rounds)
-    return Guessing(Lossless(new_tokens, rounds, drafts, tuple(speeds), why_not))
+                speeds += _speeds(kind, original, half, prompts[kind], plain[kind], speed_rounds)
+    return Guessing(Lossless(guess_tokens, speed_rounds, drafts, tuple(speeds), " ".join(said)))
 
 
 def agreement(draft: nn.Module, ids: Tensor, text: Sequence[int]) -> list[bool]:
@@ -142,10 +178,18 @@ def mean_accepted(agreed: Sequence[bool], guesses: int) -> float:
 
 
 def _guessed(agreed: Sequence[Sequence[bool]]) -> GuessedTokens:
+    """Of each text behind its first token, which the pass over the prompt gives; texts of one token do not count."""
+    if not (agreed := [own for own in agreed if own]):
+        return GuessedTokens(None, None, 0)
     shares = [sum(own) / len(own) for own in agreed]
     stderr = statistics.stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else None
     lengths = {k: statistics.fmean(mean_accepted(own, k) for own in agreed) for k in LENGTHS}
     return GuessedTokens(statistics.fmean(shares), stderr, sum(map(len, agreed)), lengths)
+
+
+def _to_end(text: list[int], ends: Collection[int]) -> list[int]:
+    """A text up to its first end token, with it."""
+    return text[: next((i + 1 for i, token in enumerate(text) if token in ends), len(text))]
 
 
 def _text(model: nn.Module, ids: Tensor, new_tokens: int, look_up: int | None = None) -> list[int]:
@@ -163,25 +207,34 @@ def _speeds(
     """Texts of a kind, written in turns in every way."""
     ways: dict[str, Any] = {PLAIN: None, LOOK_UP: None, **drafts, AGAIN: None}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    same = dict.fromkeys(ways, True)
+    same, guessed = dict.fromkeys(ways, True), dict.fromkeys(ways, 0)
     count = sum(map(len, plain))
     try:
         for turn in range(rounds + 1):  # the first makes ready
             for way, draft in ways.items():
                 original.acceleration.draft = draft
-                began = time.perf_counter()
+                before, began = original.acceleration.guessed, time.perf_counter()
                 texts = [
                     _text(original, ids, len(text), LOOKED_UP if way == LOOK_UP else None)
                     for ids, text in zip(prompts, plain, strict=True)
                 ]
                 seconds[way] += [time.perf_counter() - began] if turn else []
+                guessed[way] += original.acceleration.guessed - before if turn else 0
                 same[way] &= texts == list(plain)
     finally:
         original.acceleration.draft = None
     ratios = {way: [a / b for a, b in zip(seconds[PLAIN], own, strict=True)] for way, own in seconds.items()}
     spread = noise.spread(ratios[AGAIN], rounds)
     return [
-        GuessingSpeed(kind, way, count / statistics.median(own), statistics.median(ratios[way]), spread, same[way])
+        GuessingSpeed(
+            kind,
+            way,
+            count / statistics.median(own),
+            statistics.median(ratios[way]),
+            spread,
+            same[way],
+            None if way == PLAIN else guessed[way],
+        )
         for way, own in seconds.items()
         if way != AGAIN
     ]

@@ -257,8 +257,9 @@ def in_turns(
 
 
 def _time_parts(variant: TimedModel, prompt_tokens: int, new_tokens: int, batch: int) -> None:
-    """Time the parts of a step that runs in one call of C++, in steps of their own."""
-    if isinstance(variant.step, FastDecoder) and isinstance(variant.step.step, NativeStep):
+    """Time the parts of a step that runs in one call of C++, in steps of their own. A prompt of one token is read by
+    such a step, too, which would count: behind it, no parts are timed."""
+    if prompt_tokens > 1 and isinstance(variant.step, FastDecoder) and isinstance(variant.step.step, NativeStep):
         step, size = variant.step.step.step, (prompt_tokens, new_tokens, batch)
         context, usual = prompt_tokens + new_tokens // 2, 1 / statistics.median(1 / s for s in variant.token_s)
         variant.parts = time_parts(step, context, usual, lambda: _round(variant, *size)[1])

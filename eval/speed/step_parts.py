@@ -25,9 +25,11 @@ def time_parts(
         {name: its bytes, seconds, and so on}; `least` is 0, because the bandwidth is not known here.
     """
     step.time()
-    whole = sum(take())
-    seconds = [usual * total / whole for total in step.seconds]
-    step.time(False)
+    try:
+        whole = sum(take())
+        seconds = [usual * total / whole for total in step.seconds]
+    finally:
+        step.time(False)
     found: dict[str, StepPart] = {}
     for one, taken in zip(step.program.instructions, seconds, strict=True):
         if isinstance(one, Products):

@@ -89,7 +89,7 @@ def _set_draft(model: nn.Module, draft: nn.Module) -> str:
     if (acceleration := getattr(model, ACCELERATION, None)) is not None:
         acceleration.draft = draft
     refused = f"it is not accelerated: {why_not}" if why_not else ""
-    return _why_not_verifying(model, "model") or refused or _why_not_verifying(draft, "draft")
+    return why_not_verifying(model, "model") or refused or why_not_verifying(draft, "draft")
 
 
 def _check_draft(model: nn.Module, draft: nn.Module) -> None:
@@ -101,7 +101,7 @@ def _check_draft(model: nn.Module, draft: nn.Module) -> None:
         raise ValueError(f"`draft` {why}; it must be another model, and both on a CPU")
 
 
-def _why_not_verifying(model: nn.Module, which: str) -> str:
+def why_not_verifying(model: nn.Module, which: str) -> str:
     """Why no steps of an accelerated model verify guesses; "" if they do. which: "model" or "draft"."""
     acceleration = getattr(model, ACCELERATION, None)
     if not hasattr(acceleration, "verifies"):
@@ -186,12 +186,14 @@ class Acceleration:
         why_not_in_one_call: why single tokens run op by op; "" if they run in one call.
         why_not: why the model's own code has run since the model was changed; "" if the fast path runs.
         draft: guesses tokens of texts where `generate` is given nothing else that does; or None.
+        guessed: number of tokens that were guessed so far in texts of this model, accepted or not.
     """
 
     model: nn.Module
     why_not_in_one_call: str = ""
     why_not: str = ""
     draft: nn.Module | None = None
+    guessed: int = 0
     _state: tuple[Any, ...] | None = None  # the model's `state_of` when the reader was made
     _reader: DecoderForward | None = None
     _bound: dict[int, _Bound] = field(default_factory=dict)

@@ -5,7 +5,7 @@ A measurement that was not chosen is an `Unasked`, which a notebook shows and wh
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from html import escape
@@ -105,8 +105,8 @@ class Asked:
     def _writing(self) -> dict[str, Any]:
         return {"temperatures": self.temperatures, "new_tokens": self.write_tokens}
 
-    def check(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Check the rest against the model; quick.
+    def check(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, drafts: Collection[str] = ()) -> None:
+        """Check the rest against the model and the names of its drafts; quick.
 
         Raises:
             ValueError: a number is not valid for this model.
@@ -122,9 +122,11 @@ class Asked:
             check_efficiency(model)
         if self.lossless:
             try:
-                check_lossless(model, new_tokens=self.write_tokens, rounds=self.speed_rounds)
+                check_lossless(
+                    model, tokenizer, guess_tokens=self.write_tokens, speed_rounds=self.speed_rounds, drafts=drafts
+                )
             except ValueError as error:  # likewise
-                raise ValueError(str(error).replace("`new_tokens`", "`write_tokens`")) from error
+                raise ValueError(str(error).replace("`guess_tokens`", "`write_tokens`")) from error
 
     def answers(self, models: Mapping[str, nn.Module], tokenizer: PreTrainedTokenizerBase) -> Measured:
         """Tasks, answered by every model; all samples go into the run's folder.
@@ -172,7 +174,7 @@ class Asked:
         """The models as drafts of the baseline, and the speed of its texts by guesses."""
         if not self.lossless:
             return Unasked("lossless")
-        return measure_lossless(models, tokenizer, new_tokens=self.write_tokens, rounds=self.speed_rounds)
+        return measure_lossless(models, tokenizer, guess_tokens=self.write_tokens, speed_rounds=self.speed_rounds)
 
     def costs(self, models: Mapping[str, nn.Module], scores: Scores, speeds: Measured) -> Measured:
         """The costs of a decoded token that the machine's ceilings predict, beside the measured ones."""

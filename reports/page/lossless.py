@@ -20,7 +20,7 @@ def context(run: RunRecord) -> dict[str, Any]:
         drafts.append((clean(name, 60), *share, [fmt(one.lengths.get(k)) for k in lengths]))
     speeds = []
     for one in made.speeds:
-        speeds.append((clean(one.kind, 60), clean(one.way, 60), fmt(one.tokens_per_s, ".1f"), *_ratio(one)))
+        speeds.append((clean(one.kind, 60), clean(one.way_and_guesses, 80), fmt(one.tokens_per_s, ".1f"), *_ratio(one)))
     other = [f"{clean(one.way, 60)} of {clean(one.kind, 60)}" for one in made.speeds if one.same is False]
     return {
         "lengths": lengths,
@@ -29,7 +29,7 @@ def context(run: RunRecord) -> dict[str, Any]:
         "new_tokens": made.new_tokens,
         "rounds": made.rounds,
         "other": listed(other) if other else "",
-        "why_not": clean(made.why_not, 300),
+        "why_not": clean(made.why_not, 1000),
     }
 
 

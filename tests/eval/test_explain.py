@@ -11,6 +11,7 @@ from eval.record.rows import typed
 from eval.record.speed import StepPart
 from eval.record.steps import Explanation, StepTimes
 from eval.speed.explain import explain
+from eval.speed.step_parts import time_parts
 from kernels import native
 from notebooks.batch.cli import main
 from reports.page import resources
@@ -74,6 +75,36 @@ def test_what_is_said_follows_from_the_times():
     )
 
 
+def test_what_is_said_of_parts_that_the_other_model_lacks():
+    def part(size):
+        return StepPart(size, 1e-3, 1, (), 5e-4)
+
+    for size in (0.0, float("inf"), float("nan")):
+        steps = {
+            "16 bits": StepTimes({"o": part(1e6)}, 3e-3),
+            "x": StepTimes({"o": part(size), "new": part(0.0)}, 2e-3),
+        }
+        said = Explanation(steps, 2e10, "").sentences("x")
+        assert said[0].endswith("ecodes 1.50 times as fast: 2.00 ms a token instead of 3.00 ms."), said
+        assert "By the bytes" not in said[0] and not any("nan" in one or "inf MB" in one for one in said)
+
+
+def test_timers_go_off_when_timing_is_interrupted():
+    class Timed:
+        on = False
+
+        def time(self, on=True):
+            self.on = on
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    step = Timed()
+    with pytest.raises(KeyboardInterrupt):
+        time_parts(step, 8, 1e-3, interrupted)
+    assert not step.on
+
+
 def test_a_page_shows_the_parts_of_models_that_have_them():
     """In the record's form; a run of one model, or of an earlier version, has no such section."""
     part = asdict(StepPart(100e6, 6e-3, 10, ("int_matmul",), 3e-3))
@@ -84,15 +115,21 @@ def test_a_page_shows_the_parts_of_models_that_have_them():
     assert "it decodes 1.12 times as fast: 8.00 ms" in shown["said"][0] and shown["after"].rest == pytest.approx(2e-3)
     html = page({"speed": speeds})
     assert "Where the time of a token goes" in html and "50 %" in html
+    renamed = {name.replace("baseline", "other"): one for name, one in speeds.items()}
+    assert not resources.context(typed({"speed": renamed})).get("step"), "none of them is known to be in 16 bits"
     for lacking in ("baseline", "compressed"):
         without = {name: one | {"parts": {}} if name == lacking else one for name, one in speeds.items()}
         assert not resources.context(typed({"speed": without})).get("step")
 
 
 @needs_step
-def test_a_model_without_a_native_step_is_refused_with_the_reason():
+def test_a_model_without_a_native_step_is_refused_with_the_reason(monkeypatch):
     with pytest.raises(ValueError, match="its parts cannot be timed, because it has no native step"):
         explain({"16 bits": tiny_model("mamba").to(torch.bfloat16)}, prompt_tokens=8, new_tokens=2, rounds=1)
+    monkeypatch.setattr("eval.speed.explain.measure_speed", None)  # refused before anything is timed
+    with pytest.raises(ValueError, match="^small: its parts cannot be timed"):
+        models = {"16 bits": tiny_model("llama"), "small": tiny_model("mamba")}
+        explain(models, prompt_tokens=8, new_tokens=2, rounds=1)
     for context in (1, 5000):
         with pytest.raises(ValueError, match=rf"`context` \(={context}\) must be at least 2, and at most \d+"):
             explain({"16 bits": tiny_model("llama")}, prompt_tokens=context, new_tokens=2, rounds=1)

@@ -1,19 +1,31 @@
 """Acceptance of a draft's guesses, and lossless speed, against a text that is verified token by token."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from eval.machine.size import positions
+from eval.record.measured import GuessingSpeed, Lossless
 from eval.record.metrics import better
 from eval.record.reading import plain
 from eval.record.rows import typed
 from eval.speed import lossless
 from eval.speed.lossless import AGAIN, KINDS, agreement, check_lossless, mean_accepted, measure_lossless
+from eval.writing.generation import encode_prompt
 from kernels import native
+from kernels.step.accelerate import accelerate
+from kernels.step.writing.guesses import Draft, Pace
+from kernels.support.deploy import deployed
 from reports.page.lossless import context
+from reports.page.render import page
+
+needs_steps = pytest.mark.skipif(
+    native.why_not() is not None or native.isa(torch.bfloat16) == "portable", reason="no C++ kernels here"
+)
 
 
 @pytest.fixture
@@ -51,14 +63,18 @@ def test_accepted_guesses_are_those_of_a_draft_that_guesses(tiny, guesses):
     assert mean_accepted(agreed, guesses) == pytest.approx(accepted / steps)
 
 
-def test_every_way_writes_the_same_text(tiny, tokenizer, monkeypatch):
-    monkeypatch.setattr(lossless, "PASSAGE", "w1 w2 w3")
+@pytest.fixture
+def short_prompts(monkeypatch):
+    monkeypatch.setattr(lossless, "undisturbed", nullcontext)  # these times are not looked at
     monkeypatch.setattr(lossless, "KINDS", {kind: ("w1 w2 w3 w4 w1 w2 w3",) for kind in KINDS})
+
+
+def test_every_way_writes_the_same_text(tiny, tokenizer, short_prompts):
     model = tiny("llama")
     models = {"baseline": model, "near": noisy(model, 0.05), "far": noisy(model, 2.0)}
-    made = measure_lossless(models, tokenizer, new_tokens=24, rounds=2)
+    made = measure_lossless(models, tokenizer, guess_tokens=24, speed_rounds=2)
     near, far = (made.record.drafts[name] for name in ("near", "far"))
-    assert near.acceptance > far.acceptance and near.tokens == 3 * 24
+    assert near.acceptance > far.acceptance and near.tokens == 3 * 23, "the pass over the prompt gives the first"
     assert all(0 <= far.lengths[k] <= near.lengths[k] <= k for k in (1, 2, 4, 8))
     assert made.metrics["near"]["guess_acceptance"] == near.acceptance and better("guess_acceptance") == 1
     if native.why_not() is None and native.isa(torch.bfloat16) != "portable":
@@ -66,6 +82,8 @@ def test_every_way_writes_the_same_text(tiny, tokenizer, monkeypatch):
         assert ways == [(kind, way) for kind in KINDS for way in ("plain", "look-up", "near", "far")]
         assert all(one.same and one.tokens_per_s > 0 and one.spread >= 0 for one in made.record.speeds)
         assert AGAIN not in {way for _, way in ways}
+        speeds = {one.way: one for one in made.record.speeds}
+        assert speeds["plain"].guessed is None and speeds["look-up"].guessed >= 0
     run = typed({"lossless": plain(made.record)})
     assert run.lossless == made.record
     shown = context(run)
@@ -73,14 +91,78 @@ def test_every_way_writes_the_same_text(tiny, tokenizer, monkeypatch):
     assert "near" in made._repr_html_() and context(typed({})) == {}
 
 
-def test_measurements_that_cannot_be_made_are_refused(tiny, tokenizer):
+@needs_steps
+def test_guesses_are_counted_and_a_way_without_any_is_marked(tiny, tokenizer, short_prompts, monkeypatch):
+    monkeypatch.setattr(Pace, "measured", True)
+    monkeypatch.setattr(Pace, "count", lambda self, kind, *_: self._rates.setdefault(kind, [1.0, 1.0]) and 2)
     model = tiny("llama")
+    models = {"baseline": model, "near": noisy(model, 0.05)}
+    monkeypatch.setattr(Draft, "_has_read", lambda self, text, most: False)  # as with a prompt that is too long
+    record = measure_lossless(models, tokenizer, guess_tokens=24, speed_rounds=1).record
+    counts = {way: [one.guessed for one in record.speeds if one.way == way] for way in ("plain", "look-up", "near")}
+    assert counts["near"] == [0] * len(KINDS) and min(counts["look-up"]) > 0 and counts["plain"] == [None] * len(KINDS)
+    run = typed({"lossless": plain(record)})
+    assert run.lossless == record
+    shown = [row[1] for row in context(run)["speeds"]]
+    assert shown == ["plain", "look-up", "near (did not guess)"] * len(KINDS)
+    assert "near (did not guess)" in lossless.Guessing(record)._repr_html_()
+    earlier = plain(record)
+    for one in earlier["speeds"]:
+        del one["guessed"]
+    assert "near" in [row[1] for row in context(typed({"lossless": earlier}))["speeds"]], "not known"
+
+
+@needs_steps
+def test_drafts_without_verifying_steps_are_not_timed_and_named(tiny, tokenizer, short_prompts):
+    models = {"baseline": tiny("llama"), "near": tiny("llama"), "other": tiny("gpt2", vocab_size=96)}
+    with pytest.warns(UserWarning, match="the model is not accelerated"):
+        record = measure_lossless(models, tokenizer, guess_tokens=8, speed_rounds=1).record
+    assert set(record.drafts) == {"near", "other"} and {one.way for one in record.speeds} == {
+        "plain",
+        "look-up",
+        "near",
+    }
+    assert "other was not timed: the draft is not accelerated" in context(typed({"lossless": plain(record)}))["why_not"]
+
+
+def test_texts_end_at_the_first_end_token(tiny, tokenizer, short_prompts):
+    model = tiny("llama")
+    whole = lossless._text(accelerate(deployed(model)), encode_prompt(tokenizer, "w1 w2 w3 w4 w1 w2 w3"), 24)
+    model.generation_config.eos_token_id = whole[9]
+    upto = whole.index(whole[9]) + 1
+    models = {"baseline": model, "near": noisy(model, 0.05)}
+    record = measure_lossless(models, tokenizer, guess_tokens=24, speed_rounds=1).record
+    assert record.drafts["near"].tokens == len(KINDS) * (upto - 1) and all(one.same for one in record.speeds)
+    model.generation_config.eos_token_id = whole[0]
+    record = measure_lossless(models, tokenizer, guess_tokens=24, speed_rounds=0).record
+    assert record.drafts["near"].acceptance is None, "no text has a second token"
+
+
+def test_measurements_that_cannot_be_made_are_refused(tiny, tokenizer, short_prompts, monkeypatch):
+    model, right = tiny("llama"), {"guess_tokens": 8, "speed_rounds": 1}
+    most = positions(model) - encode_prompt(tokenizer, "w1 w2 w3 w4 w1 w2 w3").shape[1]
+    check_lossless(model, tokenizer, **right | {"guess_tokens": most, "drafts": ["compressed", "x"]})
     for given, message in (
-        ({"new_tokens": 1, "rounds": 1}, "`new_tokens` .=1. must be an integer from 2 to"),
-        ({"new_tokens": 10**6, "rounds": 1}, "half of the model's positions"),
-        ({"new_tokens": 8, "rounds": -1}, "`rounds` .=-1. must be a positive integer"),
+        ({"guess_tokens": 1}, f"`guess_tokens` .=1. must be an integer from 2 to {most}, the model's positions behind"),
+        ({"guess_tokens": most + 1}, "`guess_tokens` .=.*longest prompt of 7 tokens"),
+        ({"speed_rounds": -1}, "`speed_rounds` .=-1. must be a positive integer"),
+        ({"drafts": ["compressed", "look-up"]}, "`compare` names a draft 'look-up'; every name is allowed but"),
+        ({"drafts": ["plain again"]}, "`compare` names a draft 'plain again'"),
     ):
         with pytest.raises(ValueError, match=message):
-            check_lossless(model, **given)
+            check_lossless(model, tokenizer, **right | given)
     with pytest.raises(ValueError, match="must have a 'baseline'"):
         measure_lossless({"compressed": model}, tokenizer)
+    monkeypatch.setattr(lossless, "KINDS", {"free text": (" ".join(["w1"] * positions(model)),)})
+    with pytest.raises(ValueError, match="the model has 128 positions, too few for guesses to be measured"):
+        check_lossless(model, tokenizer, **right)
+
+
+def test_a_page_does_not_say_that_texts_are_the_same_where_they_differ():
+    for same in (True, False):
+        speeds = (
+            GuessingSpeed("editing", "plain", 9.0, 1.0, 0.1, True),
+            GuessingSpeed("editing", "x", 9.0, 1.0, 0.1, same),
+        )
+        html = page({"lossless": plain(Lossless(8, 1, {}, speeds))})
+        assert ("its text stays the same" in html) is same and ("Texts differ from plain" in html) is not same

@@ -196,7 +196,7 @@ def decode(
     try:
         tokens = text.append(choice(text.ids, logits), choice.scores)
         if guesser is not None and hasattr(steps, "cut"):
-            _write_by_guesses(text, tokens, steps, choice, guesser)
+            model.acceleration.guessed += _write_by_guesses(text, tokens, steps, choice, guesser)
         while text.continues:
             largest = steps(tokens[:, None])
             chosen = largest[:, 0] if choice.largest and largest is not None else choice(text.ids, steps.logits)
@@ -211,9 +211,10 @@ def decode(
     return GenerateDecoderOnlyOutput(sequences=text.ids, scores=scores, logits=raw, past_key_values=cache)
 
 
-def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: SamplingChoice, guesser: Guesser) -> None:
-    """Write the text of one sequence to its end; tokens [1] is its last one. A step reads it and guesses behind it."""
-    known = text.ids[0].tolist()
+def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: SamplingChoice, guesser: Guesser) -> int:
+    """Write the text of one sequence to its end; tokens [1] is its last one. A step reads it and guesses behind it.
+    Returns the number of guesses."""
+    known, count = text.ids[0].tolist(), 0
     while text.continues:
         guessed = guesser.guess(known, text.left - 1, choice) if text.left > 1 else []
         began = time.perf_counter()
@@ -231,6 +232,8 @@ def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: Samplin
         finally:
             steps.cut(len(guessed) - accepted)
         guesser.note(accepted, seconds)
+        count += len(guessed)
+    return count
 
 
 def _steps(

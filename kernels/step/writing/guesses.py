@@ -30,7 +30,7 @@ FIRST = 3  # timed steps with one token before anything is guessed; the first st
 GAIN = 1.03  # least expected speed-up for which tokens are guessed
 KEPT = 0.97  # factor by which earlier guesses count less with every further one
 SAMPLES = 9  # last times of steps whose median counts
-FEWEST = 3  # such times, without which the default counts
+FEWEST = 3  # with fewer measured times, the default takes the place of the missing ones in the median
 BY_STEPS = 4  # unread tokens up to which a draft reads them in a step, and not as a prompt
 RETRY = 32  # a kind of guess that does not gain is tried again after being left out so many times
 
@@ -112,7 +112,8 @@ class Pace:
 
 
 def _median(samples: Sequence[float], default: float) -> float:
-    """The median of samples; single ones, such as the first, which may be slow, do not count without others."""
+    """The median of the samples, in which the default takes the place of those that are missing to `FEWEST`: one slow
+    sample does not decide alone."""
     return statistics.median([*samples, *[default] * (FEWEST - len(samples))])
 
 
@@ -127,7 +128,7 @@ class PromptLookup:
     def __init__(self, most: int, longest: int | None = None) -> None:
         self.longest = longest or LONGEST
         self._pace, self._guessed = Pace(most), (0, 0)  # n-gram's length and number of tokens of the last guess
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the place behind it, of the last one that has one
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> where the token behind its last occurrence is
         self._known = 1
 
     def guess(self, text: Sequence[int], most: int, choice: SamplingChoice) -> list[int]:
