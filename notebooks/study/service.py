@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -97,7 +98,7 @@ def service_of(
     check_device_name(cost_device, "cost_device")
     found = []
     for name, text, standard, check in (
-        ("weights", weights, costs.WEIGHTS, costs.check_weights),
+        ("weights", weights, costs.WEIGHTS, partial(costs.check_weights, cache_parameter="caches")),
         ("caches", caches, costs.CACHES, costs.check_cache),
     ):
         text = standard if text.strip() == STANDARD else text
@@ -169,7 +170,7 @@ def predict_service(model: PreTrainedModel, asked: Service, *, scored_tokens: in
                 f"model has {most}"
             )
     outline = sharing_copy(model, weights=False)
-    plain = costs.plain_weights(model.name_or_path, model)
+    plain = costs.plain_weights(model.name_or_path, model, "model_name")
     stored = {costs.PLAIN: plain}
     stored |= {name: costs.stored_weights(methods, outline, plain) for name, methods in asked.weights.items()}
     kept = {costs.PLAIN: plain.work.cache}
