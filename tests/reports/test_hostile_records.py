@@ -111,6 +111,12 @@ def test_no_damaged_choice_breaks_its_part_of_a_page(name, part, context, monkey
         assert "<h1" in page(json.loads(json.dumps(made))), number
 
 
+def test_pages_about_many_runs_do_not_hold_their_choices():
+    record = {"run": {"notebook": "n"}, "provenance": {}, "layers": [], "search": SEARCHED, "serving": SERVED}
+    held = RunOutcome.of("a", "finished", record, Path("record.json")).measured
+    assert held.search is None and held.serving is None
+
+
 EVIL = '"><img src=x onerror="window.owned=1"><script>1</script>'
 STRUCTURE = {  # texts of a record that its readers compare with their own
     "baseline", "compressed", "full", "acc", "acc_norm", "bits_per_byte", "right to wrong", "wrong to right",
