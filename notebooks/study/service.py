@@ -83,10 +83,7 @@ def service_of(
         ValueError: a value has no meaning, or what a recipe stores does not follow from shapes.
     """
     check_positive(context=context)
-    try:
-        size_of = bytes_of(memory)
-    except ValueError as error:
-        raise ValueError(str(error).replace("`max_memory`", "`memory`")) from error
+    size_of = bytes_of(memory, "memory")
     if size_of is None:
         raise ValueError(f"`memory` (={memory!r}) must be a number of bytes, such as 1GB or 512MiB")
     if batch < 0:
