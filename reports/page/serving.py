@@ -33,6 +33,7 @@ def context(run: RunRecord) -> dict[str, Any]:
             for name, text in of.items()
         ],
         "device": clean(made.device, 40),
+        "here": made.device == "here",
         "windows": made.windows,
         "scored": made.scored,
         "tried": made.tried,

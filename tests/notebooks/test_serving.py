@@ -298,6 +298,9 @@ def test_the_original_may_be_the_best_choice(model, texts, quick):
     written = record(found.result, found.scores, info, serving=found)
     assert written["recipe"] == [] and written["model"]["weights_sha256"] and len(written["kept"]) > 10
     assert "The choice is weights 16 bits (as they are) and cache 16 bits (as it is)." in whole_page(written)
+    here = written | {"serving": written["serving"] | {"device": "here"}}
+    for one, said in ((written, "No measured speed stands beside it"), (here, "transformers' own decoding step")):
+        assert said in whole_page(one) and f"({one['serving']['device']}) allow" in whole_page(one)
 
 
 def test_sequences_have_caches_of_their_own(model, texts):
