@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+from compress.memory import bytes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,21 +46,6 @@ class Wishes:
         return "decode" if self.min_decode is None else "loss"
 
 
-def bytes_of(text: str) -> float | None:
-    """The bytes that a text means: 80MB, 1.5GB, 512MiB; None for an empty text.
-
-    Raises:
-        ValueError: it is no number with one of these units.
-    """
-    if not text.strip():
-        return None
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    try:
-        return round(float(found[1]) * UNITS[found[2].upper()])
-    except (TypeError, KeyError, ValueError):
-        raise ValueError(f"`max_bytes` (={text!r}) must be a number of bytes, such as 80MB, 1.5GB or 512MiB") from None
-
-
 def speed_of(name: str, text: str) -> tuple[float | None, bool]:
     """The number that a text means, and whether it is a multiple of the original's speed: 250, or 2x; None if empty.
 
@@ -95,7 +80,7 @@ def wishes_of(*, max_bytes: str = "", min_decode: str = "", min_prefill: str = "
             "both multiples of the original's speed"
         )
     return Wishes(
-        max_bytes=bytes_of(max_bytes),
+        max_bytes=bytes_of(max_bytes, "max_bytes"),
         min_decode=decode,
         min_prefill=prefill,
         max_kl=max_kl or None,

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -71,6 +71,27 @@ def row(kind: Any, value: Any) -> Any:
         value: the value in a record; a dataclass is read by its attributes.
     """
     return _reader(kind)(value)
+
+
+def is_complete(value: Any) -> bool:
+    """Whether a typed value, and everything in it, has all entries that its types need: those that can be neither None
+    nor left out."""
+    if isinstance(value, Mapping):
+        return all(map(is_complete, value.values()))
+    if _is_list(value):
+        return all(map(is_complete, value))
+    if not is_dataclass(value):
+        return True
+    parts = {name: getattr(value, name) for name in vars(value)}
+    return not any(parts[name] is None for name in _needed(type(value))) and all(map(is_complete, parts.values()))
+
+
+@cache
+def _needed(kind: Any) -> tuple[str, ...]:
+    """The fields of a dataclass without a default that cannot be None."""
+    hints = get_type_hints(kind)
+    required = (field.name for field in fields(kind) if field.default is field.default_factory is MISSING)
+    return tuple(name for name in required if not _keeps_none(hints[name]))
 
 
 @cache

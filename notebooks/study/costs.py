@@ -77,11 +77,11 @@ def is_recipe(name: str) -> bool:
         return False
 
 
-def plain_weights(name: str, model: nn.Module) -> Weights:
+def plain_weights(name: str, model: nn.Module, parameter: str = "MODEL") -> Weights:
     """The weights of an outline as they are stored, with floats in 16 bits.
 
     Args:
-        name: of the model, for the error.
+        name, parameter: of the model and of the parameter that gives it, for the error.
 
     Raises:
         ValueError: the model cannot be run without values, so that what it caches is not known.
@@ -95,8 +95,9 @@ def plain_weights(name: str, model: nn.Module) -> Weights:
         return Weights(work(own, cache=work(deployed(plain)).cache), stored_bytes(own))
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
-            f"`MODEL` (={name!r}): a {type(model).__name__} cannot be run without its weights, so that what it caches "
-            f"is not known ({kind_and_first_line(error)}); the notebook `recipe` predicts the cost of loaded models"
+            f"`{parameter}` (={name!r}): a {type(model).__name__} cannot be run without its weights, so that what it "
+            f"caches is not known ({kind_and_first_line(error)}); the notebook `recipe` predicts the cost of loaded "
+            "models"
         ) from error
 
 
@@ -111,11 +112,15 @@ def recipes_of(text: str, parameter: str) -> dict[str, list[Method]]:
         raise ValueError(said) from error
 
 
-def check_weights(name: str, methods: Sequence[Method], parameter: str) -> None:
-    """Raise ValueError if what these methods store of any model does not follow from its shapes."""
+def check_weights(name: str, methods: Sequence[Method], parameter: str, cache_parameter: str = "--cache") -> None:
+    """Raise ValueError if what these methods store of any model does not follow from its shapes.
+
+    Args:
+        parameter, cache_parameter: that give the recipes of the weights and those of the cache, for the error.
+    """
     for method in settle(methods):
         if method.stage == "cache":
-            instead = "`--cache` takes methods of the cache"
+            instead = f"`{cache_parameter}` takes methods of the cache"
         elif method.stage == "drop":
             instead = "what it drops depends on the weights; the notebook `recipe` predicts the cost of loaded models"
         elif len(method.variants()) > 1:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -82,10 +83,7 @@ def service_of(
         ValueError: a value has no meaning, or what a recipe stores does not follow from shapes.
     """
     check_positive(context=context)
-    try:
-        size_of = bytes_of(memory)
-    except ValueError as error:
-        raise ValueError(str(error).replace("`max_memory`", "`memory`")) from error
+    size_of = bytes_of(memory, "memory")
     if size_of is None:
         raise ValueError(f"`memory` (={memory!r}) must be a number of bytes, such as 1GB or 512MiB")
     if batch < 0:
@@ -97,7 +95,7 @@ def service_of(
     check_device_name(cost_device, "cost_device")
     found = []
     for name, text, standard, check in (
-        ("weights", weights, costs.WEIGHTS, costs.check_weights),
+        ("weights", weights, costs.WEIGHTS, partial(costs.check_weights, cache_parameter="caches")),
         ("caches", caches, costs.CACHES, costs.check_cache),
     ):
         text = standard if text.strip() == STANDARD else text
@@ -169,7 +167,7 @@ def predict_service(model: PreTrainedModel, asked: Service, *, scored_tokens: in
                 f"model has {most}"
             )
     outline = sharing_copy(model, weights=False)
-    plain = costs.plain_weights(model.name_or_path, model)
+    plain = costs.plain_weights(model.name_or_path, model, "model_name")
     stored = {costs.PLAIN: plain}
     stored |= {name: costs.stored_weights(methods, outline, plain) for name, methods in asked.weights.items()}
     kept = {costs.PLAIN: plain.work.cache}

@@ -14,7 +14,7 @@ from eval.record.schema import read_record
 # Parts of a record that only the page of its own run shows: most of a record's bytes. The layers are read again for
 # the few runs whose errors are drawn, so that thousands of runs fit into memory.
 OWN_PAGE = ("layers", "kept", "inputs", "folds", "drops", "allocation", "strengths", "bench", "cost", "efficiency",
-            "speed_grid", "lossless")  # fmt: skip
+            "speed_grid", "lossless", "search", "serving")  # fmt: skip
 
 
 @dataclass(frozen=True)

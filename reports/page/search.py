@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.record.metrics import number, percent
+from eval.record.reading import is_complete
 from eval.record.rows import RunRecord, typed
 from eval.record.search import CLOSE, SearchLayer, SearchRecord
 from reports.page.allocation import bits_by_depth
@@ -37,9 +38,11 @@ def figures(found: Any) -> Figures:
 
 
 def context(run: RunRecord) -> dict[str, Any]:
-    """The data for templates/search.html from a record; {} if nothing was searched."""
+    """The data for templates/search.html from a record; {} if nothing was searched, or a needed value is missing."""
     made = run.search
-    if made is None or not made.rounds:
+    if made is None or not is_complete(made) or not 0 <= made.kept < len(made.rounds):
+        return {}
+    if made.minimised not in ("loss", "bytes", "decode"):
         return {}
     return {
         "said": [clean(sentence, 4000) for sentence in made.sentences()],
@@ -71,9 +74,10 @@ def _wishes(run: RunRecord, made: SearchRecord) -> list[WishRow]:
         ("decode", "decoding", made.min_decode, point.decode, 0),
         ("prefill", "prompts", made.min_prefill, point.prefill, 1),
     ):
-        if made.original is None or predicted is None:
+        before = made.original[place] if made.original and len(made.original) == 2 else None
+        if not before or predicted is None:
             continue
-        before, metric = made.original[place], f"{phase}_tokens_per_s"
+        metric = f"{phase}_tokens_per_s"
         ratio = run.ratio(metric)
         asked = wish and wish / before
         rows.append(
@@ -129,9 +133,10 @@ def _layer(one: SearchLayer) -> tuple[str, str, str, str, str, str, str]:
     """A layer, its choice, kilobytes, loss, losses with the next fewer and more bytes, and the cost of a megabyte."""
     kept = [
         number(loss) if loss is not None else ""
-        for loss in (one.loss, *(e[1] if e else None for e in (one.fewer, one.more)))
+        for loss in (one.loss, *(e[1] if len(e) == 2 else None for e in (one.fewer, one.more)))
     ]
-    saves = (one.fewer[1] - one.loss) / (one.bytes - one.fewer[0]) if one.fewer else None
+    less = one.bytes - one.fewer[0] if len(one.fewer) == 2 else 0
+    saves = (one.fewer[1] - one.loss) / less if less else None
     price = "" if saves is None else number(1e6 * saves)
     return clean(one.name, 80), clean(one.choice, 80), f"{one.bytes / 1e3:,.1f}", *kept, price
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from eval.record.metrics import number
+from eval.record.reading import is_complete
 from eval.record.rows import RunRecord
 from eval.record.serving import Combination, ServingRecord, fastest, largest
 from reports.page.search import WishRow, as_row, megabytes, whole
@@ -11,9 +12,11 @@ from reports.parts.text import clean
 
 
 def context(run: RunRecord) -> dict[str, Any]:
-    """The data for templates/serving.html from a record; {} if nothing was served."""
+    """The data for templates/serving.html from a record; {} if nothing was served, or a needed value is missing."""
     made = run.serving
-    if made is None or not made.rounds or not made.found:
+    if made is None or not is_complete(made) or not made.rounds or not 0 <= made.kept < len(made.found):
+        return {}
+    if made.rounds[-1].sequences < 1:
         return {}
     marks = (
         ("chosen", made.found[made.kept]),
@@ -30,6 +33,7 @@ def context(run: RunRecord) -> dict[str, Any]:
             for name, text in of.items()
         ],
         "device": clean(made.device, 40),
+        "here": made.device == "here",
         "windows": made.windows,
         "scored": made.scored,
         "tried": made.tried,

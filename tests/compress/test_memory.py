@@ -21,7 +21,10 @@ GPTQ = "gptq(bits=3, group_size=16, min_tokens=8)"
 def test_sizes_are_read_as_people_write_them():
     assert bytes_of("6GB") == 6 * 10**9 and bytes_of("1.5 GiB") == 3 << 29 and bytes_of("512 mib") == 1 << 29
     assert bytes_of(1000) == 1000 and bytes_of(None) is None and bytes_of("") is None
-    for wrong in ("much", "0", "-1GB", "6 apples", True):
+    assert bytes_of("1e6") == bytes_of("1MB") == 10**6 and bytes_of(".5kB") == 500 and bytes_of(" ") is None
+    with pytest.raises(ValueError, match="`memory` .*'much'"):
+        bytes_of("much", "memory")
+    for wrong in ("much", "0", "0.5", "-1GB", "6 apples", "1.2.3", "1e999", True):
         with pytest.raises(ValueError, match="`max_memory` .* must be a number of bytes, or a text such as '6GB'"):
             bytes_of(wrong)
 

@@ -258,7 +258,7 @@ def test_the_page_shows_what_was_asked_predicted_and_measured(served):
         ({"aim": "price"}, r"`aim` \(='price'\) must be one of sequences, speed"),
         ({"max_kl": -1.0}, r"`max_kl` \(=-1.0\) must be a number above 0"),
         ({"weights": "", "caches": " "}, "`weights` and `caches` are empty"),
-        ({"weights": "kv_int"}, r"`weights` \(='kv_int'\) must do without kv_int"),
+        ({"weights": "kv_int"}, r"`weights` \(='kv_int'\) must do without kv_int\(.*\): `caches` takes"),
         ({"caches": "zipvl"}, r"`caches` \(='zipvl'\): what zipvl"),
         ({"caches": "16 bits: kv_fp8"}, "'16 bits' is what the original is called"),
         ({"cost_device": "l40"}, r"`cost_device` \(='l40'\) is not known; did you mean l40s"),
@@ -267,6 +267,15 @@ def test_the_page_shows_what_was_asked_predicted_and_measured(served):
 def test_bad_input_is_refused_by_name(changed, message, model):
     with pytest.raises(ValueError, match=message):
         predict_service(model, service_of(**{**ASKED, **changed}), scored_tokens=24, new_tokens=28)
+
+
+def test_a_model_whose_cache_is_not_known_is_refused_by_the_parameter(model, monkeypatch):
+    def work(of, **more):
+        raise NotImplementedError("meta")
+
+    monkeypatch.setattr(serving.costs, "work", work)
+    with pytest.raises(ValueError, match=r"^`model_name` \(=.*\): a LlamaForCausalLM cannot be run without"):
+        predict_service(model, service_of(**ASKED))
 
 
 def test_impossible_limits_say_how_near_one_can_come(model, texts, quick, same_peak):
@@ -289,6 +298,9 @@ def test_the_original_may_be_the_best_choice(model, texts, quick):
     written = record(found.result, found.scores, info, serving=found)
     assert written["recipe"] == [] and written["model"]["weights_sha256"] and len(written["kept"]) > 10
     assert "The choice is weights 16 bits (as they are) and cache 16 bits (as it is)." in whole_page(written)
+    here = written | {"serving": written["serving"] | {"device": "here"}}
+    for one, said in ((written, "No measured speed stands beside it"), (here, "transformers' own decoding step")):
+        assert said in whole_page(one) and f"({one['serving']['device']}) allow" in whole_page(one)
 
 
 def test_sequences_have_caches_of_their_own(model, texts):

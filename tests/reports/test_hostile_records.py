@@ -1,19 +1,23 @@
 """A record with every number that JSON can hold, hostile names and missing parts still becomes a page."""
 
+import copy
 import glob
 import json
 import math
 import re
+from functools import reduce
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from eval.record.reading import plain
+from eval.record.rows import typed
 from eval.record.schema import read_record
 from reports.compare.compare import compare_page, leaderboard
 from reports.compare.index import index_page
 from reports.compare.outcome import RunOutcome
+from reports.page import search, serving
 from reports.page.folds import figures
 from reports.page.render import page, render
 from reports.parts.text import public
@@ -57,6 +61,60 @@ def test_no_number_breaks_a_page(kind, tmp_path):
     bare = record | dict.fromkeys(("layers", "folds", "drops", "strengths", "speed", "samples", "tasks", "generation"))
     for key in ("scores", "model", "provenance", "run", "recipe", "kept", "texts", "difference", "kernels"):
         assert "<h1" in page(bare | {key: None})
+
+
+POINT = {"bytes": 2_000_000, "loss": 0.1, "decode": 90.0, "prefill": 900.0}
+LAYER = {"name": "a", "choice": "rtn", "bytes": 9, "loss": 0.1, "fewer": [7, 0.2], "more": [11, 0.05]}
+SEARCHED = {
+    "max_bytes": 2e6, "min_decode": 80.0, "min_prefill": 800.0, "max_kl": 0.2, "minimised": "loss", "kept": 0,
+    "rounds": [{"point": POINT, "factor": 1.1, "divergence": 0.1, "bytes": 2_000_000, "decode": 88.0, "prefill": 8.0}],
+    "front": [POINT] * 3, "choices": ["rtn"], "decode_ratio": {"rtn": 2.0}, "prefill_ratio": {"rtn": 2.0},
+    "original": [50.0, 500.0], "layers": 1, "used": {"rtn": 7}, "uniform": "rtn", "uniform_point": POINT,
+    "picked": [LAYER],
+}  # fmt: skip
+COMBINED = {
+    "weights": "a", "cache": "b", "weight_bytes": 900, "cache_bytes": 10, "room": 9, "sequences": 7, "batch": 7,
+    "alone": 3.0, "tokens_per_s": 20.0, "bound": "memory", "least": 919, "loss": 0.1,
+}  # fmt: skip
+SERVED = {
+    "memory": 1000, "context": 8, "max_kl": 0.2, "aim": "sequences", "device": "here", "by_shapes": COMBINED,
+    "found": [COMBINED], "kept": 0, "divergence": 0.1, "divergence_stderr": 0.01, "tried": 2, "factor": 1.1,
+    "rounds": [{"sequences": 7, "peak_bytes": 980, "cache_bytes": 70, "tokens_per_s": 18.0}],
+    "weights": {"a": "rtn"}, "caches": {"b": "kv_int"}, "windows": 2, "scored": 4, "batch": 7,
+}  # fmt: skip
+
+
+def places(value, at=()):
+    """The keys that lead to every value of a record."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, of in inner:
+        yield (*at, key)
+        yield from places(of, (*at, key))
+
+
+@pytest.mark.parametrize("name, part, context", [
+    ("search", SEARCHED, search.context), ("serving", SERVED, serving.context),
+])  # fmt: skip
+def test_no_damaged_choice_breaks_its_part_of_a_page(name, part, context, monkeypatch):
+    """Each value in turn is missing, of another type, 0, or out of range, and in the end all numbers are."""
+    scores = {"baseline": {}, "compressed": {"kl_a": 0.1, "perplexity_a": 9.0, "decode_tokens_per_s": 80.0}}
+    assert context(typed({name: part, "scores": scores}))["said"]
+    monkeypatch.setattr(search.plots, "against", lambda lines, **how: "")  # is drawn for all numbers below
+    for *parents, key in places(part):
+        for value in (None, 0, -1, 99, [0, 0], [], {}, "x", "NaN"):
+            made = copy.deepcopy(part)
+            reduce(lambda of, at: of[at], parents, made)[key] = value
+            context(typed({name: made, "scores": scores}))
+    monkeypatch.undo()
+    for number in (None, *NUMBERS):
+        made = plain({name: hostile(part, number), "scores": hostile(scores, number)})
+        assert "<h1" in page(json.loads(json.dumps(made))), number
+
+
+def test_pages_about_many_runs_do_not_hold_their_choices():
+    record = {"run": {"notebook": "n"}, "provenance": {}, "layers": [], "search": SEARCHED, "serving": SERVED}
+    held = RunOutcome.of("a", "finished", record, Path("record.json")).measured
+    assert held.search is None and held.serving is None
 
 
 EVIL = '"><img src=x onerror="window.owned=1"><script>1</script>'

@@ -58,7 +58,9 @@ def declare(command) -> None:
 
 def cost(options: argparse.Namespace) -> int:
     """Print a row for every combination of weights and caches."""
-    memory = _memory(options.memory)
+    from compress.memory import bytes_of
+
+    memory = bytes_of(options.memory, "--memory")
     _check(options)
     from compress.embedding import stored_specs
     from eval.speed.devices import ceilings_of
@@ -98,16 +100,6 @@ def cost(options: argparse.Namespace) -> int:
             if not costs.is_recipe(name):
                 print(f"{kind}, {name}: {', '.join(map(str, one))}")
     return 0
-
-
-def _memory(text: str) -> int | None:
-    """Bytes; None for an empty text."""
-    from compress.memory import bytes_of
-
-    try:
-        return bytes_of(text)
-    except ValueError as error:
-        raise ValueError(str(error).replace("`max_memory`", "`--memory`")) from error
 
 
 def _check(options: argparse.Namespace) -> None:
