@@ -41,7 +41,7 @@ VERIFIED = 4  # windows on which the divergence of a whole model is measured
 ROUNDS = 3
 TINY = 1e-9  # the least divergence that counts, nats per token
 POINTS = 12  # of the front
-NEAR = 1.3  # a model with one choice everywhere is made if it is predicted to be at most this much worse
+NEAR = 2.0  # a model with one choice everywhere is made if it is predicted to be at most this much worse
 PLACES = ("blocks", "embedding")
 
 
