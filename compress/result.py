@@ -66,7 +66,7 @@ class Result:
         return sum(r.bits_per_weight * r.shape[0] * r.shape[1] for r in self.layers) / max(weights, 1)
 
     def __str__(self) -> str:
-        recipe = ", ".join(map(str, self.asked or self.recipe))
+        recipe = ", ".join(map(str, self.asked or self.recipe)) or "the original"
         stored = f"{len(self.layers)} linears at {self.bits_per_weight:.2f} bits per weight, " if self.layers else ""
         folded = f"{len(self.folds)} folds, " if self.folds else ""
         whole = [drop for drop in self.drops if drop.left is None]

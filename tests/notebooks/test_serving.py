@@ -293,7 +293,8 @@ def test_the_original_may_be_the_best_choice(model, texts, quick):
     found = made(model, texts, weights="", caches="half: snapkv(budget=0.5)", max_kl=1e-12)
     kept = found.record.found[found.record.kept]
     assert (kept.weights, kept.cache, found.record.divergence) == (PLAIN, PLAIN, 0) and not found.record.broken()
-    assert found.result.recipe == [] and attached_methods(found.result.model) == []
+    assert found.result.recipe == [] == attached_methods(found.result.model)
+    assert str(found.result).startswith("the original: ")
     info = RunInfo("k", "serve", {}, datetime.now(UTC), "")
     written = record(found.result, found.scores, info, serving=found)
     assert written["recipe"] == [] and written["model"]["weights_sha256"] and len(written["kept"]) > 10
