@@ -173,14 +173,14 @@ EXPECTED = {
     "lossless": ({"recipe": f"rtn(bits=3, skip='{FEW}')", "compare": f"coarse: rtn(bits=2, skip='{FEW}')",
                   "guess_tokens": 8, "write_tokens": 0}, "int_group", 7, expect_lossless),
     "recover": ({"recipe": f"rtn(bits=3, skip='{FEW}')", "windows": 6, "steps": 3, "minutes": 0.0, "skip": FEW,
-                 "write_tokens": 0}, "int_group", 7, expect_recover),
+                 "write_tokens": 0, "seqlen": 128, "window": 128}, "int_group", 7, expect_recover),
 }  # fmt: skip
 
 
 @pytest.mark.long
 def test_a_method_is_added_in_a_notebook(tmp_path, papermill):
     """The class that the notebook defines is compared with methods of the house; the first blocks are enough."""
-    given = {**SMALL, "speed_rounds": 0, "write_tokens": 0, "skip": FEW}
+    given = {**SMALL, "seqlen": 128, "window": 128, "speed_rounds": 0, "write_tokens": 0, "skip": FEW}
     made = papermill("add_a_method", given)
     assert made["recipe"][0]["text"].startswith("weighted_rtn(") and len(made["layers"]) == 7
     assert sum(layer["error"] < layer["rtn_error"] for layer in made["layers"]) > 4
