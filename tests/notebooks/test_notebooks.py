@@ -561,7 +561,7 @@ def test_plain_papermill_fails_early_with_the_reason(given, message, tmp_path):
         ({"bits": "4"}, "`bits` (='4') must be int"),
         ({"bits": 7}, "`bits` (=7) of gptq must be one of 1, 2, 3, 4, 5, 6, 8"),
         ({"group_size": 48}, "`group_size` (=48) must divide in_features (=64)"),
-        ({"samples": 10**6}, "`samples` (=1000000) x `seqlen` (=128)"),
+        ({"samples": 10**6}, "`samples` (=1000000) x `seqlen` (=64)"),
     ],
 )
 def test_cells_refuse_by_themselves(given, message, tmp_path, run_cells):
