@@ -86,17 +86,19 @@ def fit(
 ) -> Fit:
     """Find the best choice of every layer within the wishes, compress a copy of the model, and measure it.
 
-    Models in which all linears have one choice are timed; a layer's time is its share of the weights. The losses of all
-    choices are measured layer by layer and are assumed to add up. The divergence of the chosen whole model is measured
-    on other text, and its speed if a speed is limited; if it is beyond a limit, the search is repeated with
-    predictions in proportion to what was measured, at most three times in all. The best model with one choice for all
-    linears, and one for the embedding and the head, is made as well if it may be as good, and wins if it is better.
+    If a speed is limited or optimised, models in which all linears have one choice are timed; a layer's time is its
+    share of the weights. The losses of all choices are measured layer by layer and are assumed to add up. The
+    divergence of the chosen whole model is measured on other text, and its speed if speeds matter; if it is beyond a
+    limit, the search is repeated with predictions in proportion to what was measured, at most three times in all. The
+    best model with one choice for all linears, and one for the embedding and the head, is made as well if it may be as
+    good, and wins if it is better.
 
     Args:
         model: a decoder of transformers; it is not changed.
         batches: calibration tokens, as for `apply`.
         method: the choices, of `search_method`; None: a standard set.
-        timer: times models that decode, in turns (`eval.speed.speed.timer`); needed for limits of speed.
+        timer: times models that decode, in turns (`eval.speed.speed.timer`); needed if a speed is limited or
+            optimised, and not used otherwise.
         device, work_path: as for `apply`. Measured losses and times are kept in the user's cache folder.
 
     Raises:
@@ -128,12 +130,14 @@ def _times(model: PreTrainedModel, method: Mixed, wishes: Wishes, timer: Timer |
                 "out `min_decode` and `min_prefill`, and give only one of `max_bytes` and `max_kl`"
             )
         return None
-    times = None if timer is None else measure_times(method, model, timer)
+    if timer is None or not wishes.timed:
+        return None
+    times = measure_times(method, model, timer)
     if not same_choices(method, model):  # a mixture may be faster than any model with one choice
         return times
     for name, place in (("min_decode", 0), ("min_prefill", 1)):
         wish = getattr(wishes, name)
-        if times is None or wish is None:
+        if wish is None:
             continue
         of = (times.decode, times.prefill)[place]
         parts = [[of[t] - 1 for t, one in method.methods.items() if where in one.places] for where in PLACES]
@@ -212,7 +216,7 @@ class _Search:
         rates: tuple[float | None, float | None] = None, None
         costs, point = self.program.of(chosen), self._point(chosen)
         factor = self.factor
-        if self.wishes.timed and self.timer and self.times:
+        if self.timer and self.times:
             found = self.timer({ORIGINAL: self.model, "chosen": result.model})
             ratios = [after / before for before, after in zip(found[ORIGINAL], found["chosen"], strict=True)]
             if self.wishes.times:  # the limit is a ratio, and so is what was measured

@@ -233,7 +233,7 @@ def _circumstances(method: Mixed, model: PreTrainedModel, timer: Timer) -> str:
     machine = platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), str(device), card
     asked = model.config.to_json_string(), list(method.methods), method.skip, getattr(timer, "keywords", {})
     code = code_sha256(KERNELS, KERNELS.parent / "eval" / "speed")
-    return hashlib.sha256(json.dumps([*asked, machine, torch.__version__, code]).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([*asked, machine, torch.__version__, code], default=str).encode()).hexdigest()[:16]
 
 
 def _uniform(model: PreTrainedModel, method: LayerwiseMethod, mixed: Mixed) -> PreTrainedModel:

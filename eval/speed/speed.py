@@ -190,15 +190,15 @@ def rates_in_turns(
     return {name: (one.decode_tokens_per_s, one.prefill_tokens_per_s) for name, one in speeds.items()}
 
 
-def timer(rounds: int, *, needed: bool) -> Callable[[Mapping[str, nn.Module]], dict[str, tuple[float, float]]] | None:
-    """`rates_in_turns` with this number of rounds, for `compress.fit`; None if no times are needed.
+def timer(rounds: int) -> Callable[[Mapping[str, nn.Module]], dict[str, tuple[float, float]]]:
+    """`rates_in_turns` with this number of rounds, for `compress.fit`.
 
     Raises:
         ValueError: the number is below 1.
     """
     if rounds < 1:
         raise ValueError(f"`search_rounds` (={rounds}) must be at least 1")
-    return partial(rates_in_turns, rounds=rounds) if needed else None
+    return partial(rates_in_turns, rounds=rounds)
 
 
 def in_groups(

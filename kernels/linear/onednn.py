@@ -14,8 +14,8 @@ SLAB = 1 << 22  # weights that are cast at a time, 16 MB, so that a large head i
 def emulates(dtype: torch.dtype) -> bool:
     """Does this processor lack the instructions for products in this 16-bit dtype? Known for x86 only.
 
-    oneDNN and torch then convert their operands again and again, and products of many tokens take three to eight times
-    as long as those in float32.
+    oneDNN and torch then convert their operands again and again, and products of many tokens take several times as
+    long as those in float32.
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return False

@@ -180,6 +180,9 @@ def test_times_are_kept_for_the_next_search(model, batches, monkeypatch):
     assert sum(len(names) > 2 for names in asked) == 1
     shown = [search.context(typed({"search": one}))["timed_earlier"] for one in (first, second)]
     assert shown == [False, True]
+    times = len(asked)
+    untimed = fit(model, batches, Wishes(max_bytes=1e9), method=chooser(), timer=counting).record
+    assert untimed.original is None and len(asked) == times, "a limit of bytes needs no times"
     monkeypatch.setattr("compress.search.library.code_sha256", lambda *_: "other kernels")
     assert not measure_times(chooser(), model, counting).earlier
 
