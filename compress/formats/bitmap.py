@@ -55,6 +55,9 @@ class Bitmap(Sparse):
         """[out, in] bool: the stored entries."""
         return unpack_bits(self.mask, 1, self.shape[1]).bool()
 
+    def floats(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.values is None else (self.mask, self.values)
+
     def expanded(self) -> Dense | IntGroup:
         keep = self.keep()
         if self.bits is None:

@@ -10,7 +10,7 @@ from compress.formats.dense import Dense
 from compress.formats.int_group import IntGroup
 from compress.formats.sparse import Sparse
 from compress.formats.stored import Stored
-from kernels.int_matmul import pack, unpack
+from kernels.int_matmul import pack, pack_bits, unpack
 from kernels.registry import ran
 
 ROWS, COLUMNS, TOKENS = 32, 64, 8  # torch's libraries multiply whole tiles of W, and a multiple of 8 tokens
@@ -21,7 +21,8 @@ class Sparse24Weight(Sparse):
 
     Buffers: `places` (see `compress24`), and those of `values`, a dense or integer format of [out, in/2] whose groups
     are half as wide as those of the weight with its zeros. On a GPU with a library for it 16-bit values are laid out
-    for that library (`fast_values`, `fast_places`: not stored); else see `Sparse`.
+    for that library (`fast_values`, `fast_places`: not stored); else see `Sparse`, whose product needs a `mask`, which
+    is not stored either.
     """
 
     name: ClassVar[str] = "sparse24"
@@ -32,6 +33,7 @@ class Sparse24Weight(Sparse):
         self.shape = (values.shape[0], 2 * values.shape[1])
         self.values = values
         self.register_buffer("places", places)
+        self.register_buffer("mask", None, persistent=False)
         self.register_buffer("fast_values", None, persistent=False)
         self.register_buffer("fast_places", None, persistent=False)
 
@@ -58,6 +60,13 @@ class Sparse24Weight(Sparse):
         """[out, in] bool: the stored entries."""
         ones = torch.ones(self.values.shape, dtype=torch.bool, device=self.places.device)
         return decompress24(ones, self.places)
+
+    def floats(self) -> tuple[Tensor, Tensor] | None:
+        if not isinstance(self.values, Dense):
+            return None
+        if self.mask is None:
+            self.mask = pack_bits(self.keep(), 1)
+        return self.mask, self.values.weight.flatten()
 
     def expanded(self) -> Dense | IntGroup:
         if isinstance(self.values, Dense):
@@ -87,7 +96,7 @@ class Sparse24Weight(Sparse):
         return y[: len(flat), :out].reshape(*x.shape[:-1], out)
 
     def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._laid_out_for, self.fast_values, self.fast_places = (dtype, device), None, None
+        self._laid_out_for, self.mask, self.fast_values, self.fast_places = (dtype, device), None, None, None
         if library(device) and isinstance(self.values, Dense) and self.values.weight.dtype == dtype != torch.float32:
             W = decompress24(self.values.weight, self.places)
             self.fast_values, self.fast_places = to_library(W, library(device))

@@ -28,9 +28,10 @@ from eval.speed.work import config_of_layer, head_width
 from kernels.clock import clock
 from kernels.huge_pages import in_huge_pages
 from kernels.registry import recording
-from kernels.step.assemble import CHECKED, MOST, difference
+from kernels.step.assemble import CHECKED
 from kernels.step.decoder import NotNative, recognise
 from kernels.step.in_parts import StepInParts
+from kernels.step.likeness import LEAST, difference
 from kernels.support.errors import check_positive
 
 FULL = "full"
@@ -171,8 +172,8 @@ def _native(model: nn.Module, cache: TimedCache, context: int) -> Step:
         differences.append(difference(step.logits[:, -1], wanted))
     # With artificial caches, the logits of many tokens depend on rounding in any program. A wrong program differs for
     # all tokens.
-    if not (other := min(differences)) < MOST:
-        raise NotNative(f"its logits differ from the model's by {other:.2g} or more, and at most {MOST} is allowed")
+    if not (other := min(differences)) < LEAST:
+        raise NotNative(f"its logits differ from the model's by {other:.2g} or more, and at most {LEAST} is allowed")
     return lambda token, position: step(token, cache, position)
 
 

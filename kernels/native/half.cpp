@@ -1,6 +1,6 @@
-// y = x Wᵀ + bias on a CPU for a few tokens, with W in 16 bits as it is stored, row by row. A step of decoding reads every
-// weight once, so that memory is the limit. kernels/linear/README.md says what it costs. One file for every instruction
-// set, chosen when it runs.
+// y = x Wᵀ + bias on a CPU for a few tokens, with W in 16 bits as it is stored, row by row, with its zeros or without. A step of
+// decoding reads every weight once, so that memory is the limit. kernels/linear/README.md and kernels/sparse_matmul/README.md say
+// what it costs. One file for every instruction set, chosen when it runs.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -18,13 +18,20 @@
 
 namespace {
 
+#include "amx.inc"
+
 constexpr int ROWS = 4;          // of W in a share of a thread
 constexpr int TOKENS = 4;        // that share one load of W
 constexpr int64_t GRAIN = 32768;  // weights worth a thread
+// Bytes ahead of the loops for which memory is asked. The processor by itself does not look far enough ahead: least where zeros are
+// skipped, because a line of memory then takes several times as many instructions.
+constexpr int AHEAD = 4096;
 
 struct Matrix {
-  const uint16_t* w;  // [out, in]
+  const uint16_t* w;  // [out, in]; or the weights that are kept, row by row
   int64_t out, in;
+  const uint8_t* mask = nullptr;    // [out, in / 8], a bit for each place, 1 where a weight is kept; null if all are
+  const int64_t* starts = nullptr;  // [out + 1], the first kept weight of each row
 };
 
 // The tokens' layout for the loops: the items of `step` columns each, and plain values for the columns left over.
@@ -45,8 +52,22 @@ inline float widened(uint16_t bits, bool bfloat16) {
   return value;
 }
 
-#define INLINE static inline __attribute__((always_inline))
+#define INLINED inline __attribute__((always_inline))
+#define INLINE static INLINED
 #ifdef HAVE_X86
+#pragma GCC push_options
+#pragma GCC target("avx512f")
+// The sums of the lanes of four vectors: lanes eight apart are added first, then four, two and one apart.
+INLINE void totals_512(const __m512* x, float* y) {
+  const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xEE));
+  const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xEE));
+  const __m512 fours = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+  const __m512 twos = _mm512_add_ps(fours, _mm512_permute_ps(fours, 0x4E));
+  const __m512 ones = _mm512_add_ps(twos, _mm512_permute_ps(twos, 0xB1));
+  const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+  _mm_storeu_ps(y, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, ones)));
+}
+#pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,avx2,f16c")
 namespace bf16_avx512bf16 {
@@ -58,7 +79,7 @@ INLINE Acc zero() { return _mm512_setzero_ps(); }
 INLINE Acc add(Acc a, Acc b) { return _mm512_add_ps(a, b); }
 INLINE Word load(const uint16_t* w) { return (__m512bh)_mm512_loadu_si512(w); }
 INLINE Acc madd(Acc acc, Word w, const char* x) { return _mm512_dpbf16_ps(acc, w, (__m512bh)_mm512_loadu_si512(x)); }
-INLINE float total(Acc acc) { return _mm512_reduce_add_ps(acc); }
+INLINE void totals(const Acc* x, float* y) { totals_512(x, y); }
 #include "half.inc"
 }  // namespace bf16_avx512bf16
 #pragma GCC pop_options
@@ -79,7 +100,7 @@ INLINE Acc madd(Acc acc, Word w, const char* x) {
   acc = _mm512_fmadd_ps(even, _mm512_loadu_ps(x), acc);
   return _mm512_fmadd_ps(odd, _mm512_loadu_ps(x + 64), acc);
 }
-INLINE float total(Acc acc) { return _mm512_reduce_add_ps(acc); }
+INLINE void totals(const Acc* x, float* y) { totals_512(x, y); }
 #include "half.inc"
 }  // namespace bf16_avx512
 namespace fp16_avx512 {
@@ -91,7 +112,7 @@ INLINE Acc zero() { return _mm512_setzero_ps(); }
 INLINE Acc add(Acc a, Acc b) { return _mm512_add_ps(a, b); }
 INLINE Word load(const uint16_t* w) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w))); }
 INLINE Acc madd(Acc acc, Word w, const char* x) { return _mm512_fmadd_ps(w, _mm512_loadu_ps(x), acc); }
-INLINE float total(Acc acc) { return _mm512_reduce_add_ps(acc); }
+INLINE void totals(const Acc* x, float* y) { totals_512(x, y); }
 #include "half.inc"
 }  // namespace fp16_avx512
 #pragma GCC pop_options
@@ -117,6 +138,9 @@ INLINE float total(Acc acc) {
   _mm256_storeu_ps(lanes, acc);
   return ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) + ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
 }
+INLINE void totals(const Acc* x, float* y) {
+  for (int i = 0; i < 4; i++) y[i] = total(x[i]);
+}
 #include "half.inc"
 }  // namespace bf16_avx2
 namespace fp16_avx2 {
@@ -130,10 +154,84 @@ INLINE Word load(const uint16_t* w) { return _mm256_cvtph_ps(_mm_loadu_si128(rei
 INLINE Acc madd(Acc acc, Word w, const char* x) {
   return _mm256_fmadd_ps(w, _mm256_loadu_ps(reinterpret_cast<const float*>(x)), acc);
 }
-INLINE float total(Acc acc) { return bf16_avx2::total(acc); }
+INLINE void totals(const Acc* x, float* y) { bf16_avx2::totals(x, y); }
 #include "half.inc"
 }  // namespace fp16_avx2
 #pragma GCC pop_options
+#endif  // x86
+
+#ifdef HAVE_X86
+// The same without zeros: a load of the next kept weights, which an instruction of AVX512-VBMI2 puts to their places. Behind the end
+// of a matrix nothing is read.
+#define KEPT 1
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,bmi2,popcnt,fma,avx2,f16c")
+INLINE __m512i next_32(const uint8_t*& mask, const uint16_t*& w, const uint16_t* end) {
+  uint32_t kept;
+  std::memcpy(&kept, mask, 4);
+  const int count = __builtin_popcount(kept);
+  _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD, _MM_HINT_T0);
+  const __m512i packed = w + 32 <= end ? _mm512_loadu_si512(w) : _mm512_maskz_loadu_epi16(_bzhi_u32(~0u, count), w);
+  _mm_prefetch(reinterpret_cast<const char*>(mask) + AHEAD / 8, _MM_HINT_T0);
+  mask += 4, w += count;
+  return _mm512_maskz_expand_epi16(kept, packed);
+}
+INLINE __m256i next_16(const uint8_t*& mask, const uint16_t*& w, const uint16_t* end) {
+  uint16_t kept;
+  std::memcpy(&kept, mask, 2);
+  const int count = __builtin_popcount(kept);
+  _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD, _MM_HINT_T0);
+  const __m256i packed = w + 16 <= end ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w))
+                                       : _mm256_maskz_loadu_epi16(__mmask16(_bzhi_u32(0xFFFF, count)), w);
+  mask += 2, w += count;
+  return _mm256_maskz_expand_epi16(kept, packed);
+}
+struct KeptRow {
+  const uint8_t* mask;
+  const uint16_t *w, *end;
+
+  INLINED KeptRow(const Matrix& m, int64_t row)
+      : mask(m.mask + row * (m.in / 8)), w(m.w + m.starts[row]), end(m.w + m.starts[m.out]) {}
+};
+
+// A row with its zeros.
+static void expand(const Matrix& m, int64_t row, uint16_t* to) {
+  KeptRow at(m, row);
+  for (int64_t k = 0; k < m.in; k += 32) _mm512_storeu_si512(to + k, next_32(at.mask, at.w, at.end));
+}
+
+namespace kept_bf16_avx512 {
+using bf16_avx512::STEP, bf16_avx512::BYTES, bf16_avx512::BFLOAT16, bf16_avx512::Acc, bf16_avx512::Word;
+using bf16_avx512::zero, bf16_avx512::add, bf16_avx512::madd, bf16_avx512::totals;
+struct Row : KeptRow {
+  INLINED Row(const Matrix& m, int64_t row) : KeptRow(m, row) {}
+  INLINED Word next() { return next_32(mask, w, end); }
+};
+#include "half.inc"
+}  // namespace kept_bf16_avx512
+namespace kept_fp16_avx512 {
+using fp16_avx512::STEP, fp16_avx512::BYTES, fp16_avx512::BFLOAT16, fp16_avx512::Acc, fp16_avx512::Word;
+using fp16_avx512::zero, fp16_avx512::add, fp16_avx512::madd, fp16_avx512::totals;
+struct Row : KeptRow {
+  INLINED Row(const Matrix& m, int64_t row) : KeptRow(m, row) {}
+  INLINED Word next() { return _mm512_cvtph_ps(next_16(mask, w, end)); }
+};
+#include "half.inc"
+}  // namespace kept_fp16_avx512
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,avx512bf16,bmi2,popcnt,fma,avx2,f16c")
+namespace kept_bf16_avx512bf16 {
+using bf16_avx512bf16::STEP, bf16_avx512bf16::BYTES, bf16_avx512bf16::BFLOAT16, bf16_avx512bf16::Acc, bf16_avx512bf16::Word;
+using bf16_avx512bf16::zero, bf16_avx512bf16::add, bf16_avx512bf16::madd, bf16_avx512bf16::totals;
+struct Row : KeptRow {
+  INLINED Row(const Matrix& m, int64_t row) : KeptRow(m, row) {}
+  INLINED Word next() { return (Word)next_32(mask, w, end); }
+};
+#include "half.inc"
+}  // namespace kept_bf16_avx512bf16
+#pragma GCC pop_options
+#undef KEPT
 #endif  // x86
 
 #ifdef HAVE_NEON
@@ -142,7 +240,9 @@ struct TwoSums {
   float32x4_t a, b;
 };
 INLINE TwoSums added(TwoSums x, TwoSums y) { return {vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b)}; }
-INLINE float summed(TwoSums x) { return vaddvq_f32(vaddq_f32(x.a, x.b)); }
+INLINE void summed(const TwoSums* x, float* y) {
+  for (int i = 0; i < 4; i++) y[i] = vaddvq_f32(vaddq_f32(x[i].a, x[i].b));
+}
 struct Halves {
   uint16x8_t a, b;
 };
@@ -160,7 +260,7 @@ INLINE Acc madd(Acc acc, Word w, const char* x) {
   workbench::neon::bfdot(acc.a, w.a, items.a), workbench::neon::bfdot(acc.b, w.b, items.b);
   return acc;
 }
-INLINE float total(Acc acc) { return summed(acc); }
+INLINE void totals(const Acc* x, float* y) { summed(x, y); }
 #include "half.inc"
 }  // namespace bf16_neonbf16
 namespace bf16_neon {  // a token's even columns of a step come first, then its odd ones
@@ -177,7 +277,7 @@ INLINE Acc madd(Acc acc, Word w, const char* x) {
   acc.b = vfmaq_f32(acc.b, vreinterpretq_f32_u32(vandq_u32(w, vdupq_n_u32(0xFFFF0000))), vld1q_f32(items + 4));
   return acc;
 }
-INLINE float total(Acc acc) { return summed(acc); }
+INLINE void totals(const Acc* x, float* y) { summed(x, y); }
 #include "half.inc"
 }  // namespace bf16_neon
 namespace fp16_neon {
@@ -195,11 +295,12 @@ INLINE Acc madd(Acc acc, Word w, const char* x) {
   const float* items = reinterpret_cast<const float*>(x);
   return {vfmaq_f32(acc.a, w.a, vld1q_f32(items)), vfmaq_f32(acc.b, w.b, vld1q_f32(items + 4))};
 }
-INLINE float total(Acc acc) { return summed(acc); }
+INLINE void totals(const Acc* x, float* y) { summed(x, y); }
 #include "half.inc"
 }  // namespace fp16_neon
 #endif  // aarch64
 #undef INLINE
+#undef INLINED
 
 template <bool IS_BFLOAT16>
 struct Portable {
@@ -218,7 +319,7 @@ struct Portable {
 // Some rows of a product, for a step of decoding; see step_parts.inc.
 template <Loop LOOP, bool AS_STORED>
 void some_rows(const workbench::Stored& w, const workbench::Operand& x, int64_t begin, int64_t end, float* y) {
-  const Matrix m{static_cast<const uint16_t*>(w.data), w.out, w.in};
+  const Matrix m{static_cast<const uint16_t*>(w.data), w.out, w.in, w.mask, w.starts};
   const Tokens items{x.items, x.values, w.in * (AS_STORED ? 2 : 4)};
   float sums[ROWS * TOKENS];
   for (int64_t row = begin; row < end; row += ROWS) {
@@ -246,7 +347,17 @@ Way way() {
   return {LOOP, STEP, ITEMS, some_rows<LOOP, ITEMS == Items::stored>};
 }
 
-Way way_of(const std::string& isa, bool bfloat16) {
+Way way_of(const std::string& wanted, bool bfloat16, bool kept) {
+#ifdef HAVE_X86
+  const std::string isa = wanted == "avx512bf16" && workbench::x86().slow_pairs ? "avx512" : wanted;
+  if (kept && isa == "avx512bf16" && bfloat16)
+    return way<kept_bf16_avx512bf16::loop, kept_bf16_avx512bf16::STEP, Items::stored>();
+  if (kept && isa == "avx512" && bfloat16) return way<kept_bf16_avx512::loop, kept_bf16_avx512::STEP, Items::even_then_odd>();
+  if (kept && isa == "avx512") return way<kept_fp16_avx512::loop, kept_fp16_avx512::STEP, Items::widened>();
+#else
+  const std::string& isa = wanted;
+#endif
+  TORCH_CHECK(!kept, "`isa` (='", isa, "') has no loops for weights without zeros");
 #ifdef HAVE_X86
   if (isa == "avx512bf16" && bfloat16) return way<bf16_avx512bf16::loop, bf16_avx512bf16::STEP, Items::stored>();
   if (isa == "avx512" && bfloat16) return way<bf16_avx512::loop, bf16_avx512::STEP, Items::even_then_odd>();
@@ -262,6 +373,84 @@ Way way_of(const std::string& isa, bool bfloat16) {
   TORCH_CHECK(isa == "portable", "`isa` (='", isa, "') does not take ", bfloat16 ? "bfloat16" : "float16");
   return bfloat16 ? way<Portable<true>::loop, 1, Items::widened>() : way<Portable<false>::loop, 1, Items::widened>();
 }
+
+#ifdef HAVE_AMX
+// Tiles for products of up to 16 tokens, of which each costs next to nothing: A holds 16 rows of W as they lie in memory, B the tokens
+// side by side, in pairs of columns, and a sum is over the columns in order, whatever the other tokens are.
+constexpr int MOST_TILED = 16;
+
+// The calling thread's tiles, while this object lives: sums 0 and 1, W 2 and 3, tokens 4. The last ones of each may have fewer rows.
+class RowTiles {
+ public:
+  RowTiles(int tokens, int last) {
+    alignas(64) struct { uint8_t palette = 1, start = 0, none[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } shape;
+    for (int i : {0, 1, 4}) shape.bytes[i] = uint16_t(4 * tokens);
+    for (int i : {2, 3}) shape.bytes[i] = 64;
+    for (int i : {0, 2, 4}) shape.rows[i] = TILE_ROWS;
+    for (int i : {1, 3}) shape.rows[i] = uint8_t(last);
+    asm volatile("ldtilecfg %0" : : "m"(shape));
+  }
+  ~RowTiles() { asm volatile("tilerelease"); }
+  RowTiles(const RowTiles&) = delete;
+};
+
+// Sums [tiles of 16 rows][tokens] of 32 rows, or of up to 16 with `both` false, whose tiles are 1 and 3. Memory behind the rows is asked
+// for meanwhile, up to `end`.
+void multiply_rows(const char* w, int64_t in, bool both, const char* x, int64_t x_apart, int tokens, const char* end, float* sums) {
+  const int64_t apart = 2 * in, half = TILE_ROWS * apart, sum_apart = 4 * tokens, rows = both ? 2 * TILE_ROWS : TILE_ROWS;
+  const char* ahead = w + rows * apart;
+  TILE_ZERO(0);
+  TILE_ZERO(1);
+  for (int64_t k = 0; k < in; k += 32, w += 64, x += TILE_ROWS * x_apart) {
+    for (int i = 0; i < rows && ahead < end; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+    TILE_LOAD(4, x, x_apart);
+    if (both) {
+      TILE_LOAD(2, w, apart);
+      asm volatile("tdpbf16ps %%tmm4, %%tmm2, %%tmm0" : :);
+      TILE_LOAD(3, w + half, apart);
+    } else {
+      TILE_LOAD(3, w, apart);
+    }
+    asm volatile("tdpbf16ps %%tmm4, %%tmm3, %%tmm1" : :);
+  }
+  if (both) TILE_STORE(0, sums, sum_apart);
+  TILE_STORE(1, sums + (both ? TILE_ROWS * tokens : 0), sum_apart);
+}
+
+// As `some_rows`, by tiles.
+void tiled_rows(const workbench::Stored& w, const workbench::Operand& x, int64_t begin, int64_t end, float* y) {
+  const int tokens = x.tokens;
+  const auto* items = static_cast<const uint32_t*>(x.items);  // pairs of columns, [tokens, in / 2]
+  const int64_t pairs = w.in / 2;
+  static thread_local std::vector<uint32_t> room;
+  if (tokens > 1) {
+    room.resize(pairs * tokens + 16);
+    uint32_t* to = room.data();
+    for (int t = 0; t < tokens; t++)
+      for (int64_t k = 0; k < pairs; k++) to[k * tokens + t] = items[t * pairs + k];
+    items = to;
+  }
+  const char* data = static_cast<const char*>(w.data);
+  const char* until = data + 2 * w.in * end;
+  float sums[2 * TILE_ROWS * MOST_TILED];
+  const auto put = [&](int64_t row, int64_t count) {
+    for (int t = 0; t < tokens; t++)
+      for (int64_t r = 0; r < count; r++) y[t * w.out + row + r] = sums[r * tokens + t];
+  };
+  const auto multiply = [&](int64_t row, bool both) {
+    multiply_rows(data + 2 * w.in * row, w.in, both, reinterpret_cast<const char*>(items), 4 * tokens, tokens, until, sums);
+  };
+  int64_t row = begin;
+  {
+    const RowTiles tiles(tokens, TILE_ROWS);
+    for (; row + 2 * TILE_ROWS <= end; row += 2 * TILE_ROWS) multiply(row, true), put(row, 2 * TILE_ROWS);
+    if (row + TILE_ROWS <= end) multiply(row, false), put(row, TILE_ROWS), row += TILE_ROWS;
+  }
+  if (row == end) return;
+  const RowTiles tiles(tokens, int(end - row));
+  multiply(row, false), put(row, end - row);
+}
+#endif
 
 #include "isa.inc"
 
@@ -307,39 +496,26 @@ inline void put(at::Tensor& y, void* to, int64_t at, float value) {
   else static_cast<at::Half*>(to)[at] = static_cast<at::Half>(value);
 }
 
-// Products of the same tokens with several weights, such as those of queries, keys and values: one call, in which each
-// thread has one share.
-std::vector<at::Tensor> half_matmul(const at::Tensor& x_, at::TensorList weights,
-                                    const c10::List<std::optional<at::Tensor>>& biases, const std::string& wanted) {
-  const at::Tensor x = x_.contiguous();
+// Products of the same tokens [..., in] with matrices: one call, in which each thread has one share.
+std::vector<at::Tensor> multiply(const at::Tensor& x, const std::vector<Matrix>& matrices, const std::vector<Bias>& biases,
+                                 const std::string& wanted) {
   const bool bfloat16 = x.scalar_type() == at::kBFloat16;
   const int64_t in = x.size(-1), count = in ? x.numel() / in : 0;
-  TORCH_CHECK((bfloat16 || x.scalar_type() == at::kHalf) && x.device().is_cpu() && weights.size() == biases.size(),
-              "half_matmul: x ", x.scalar_type(), " cannot be read");
   std::vector<at::Tensor> outputs;
-  std::vector<Matrix> matrices;
-  std::vector<Bias> added;
+  std::vector<void*> to;
   std::vector<int64_t> blocks{0};  // of ROWS rows, before each matrix
-  for (size_t i = 0; i < weights.size(); i++) {
-    const at::Tensor& w = weights[i];
-    const std::optional<at::Tensor> bias = biases[i];
-    TORCH_CHECK(w.dim() == 2 && w.size(1) == in && w.is_contiguous() && w.scalar_type() == x.scalar_type() &&
-                    (!bias || (bias->dim() == 1 && bias->size(0) == w.size(0) && bias->is_contiguous())),
-                "half_matmul: x ", x.sizes(), " and weight ", w.sizes(), " ", w.scalar_type(), " do not fit");
+  for (const Matrix& m : matrices) {
     auto sizes = x.sizes().vec();
-    sizes.back() = w.size(0);
+    sizes.back() = m.out;
     outputs.push_back(at::empty(sizes, x.options()));
-    matrices.push_back({reinterpret_cast<const uint16_t*>(w.const_data_ptr()), w.size(0), in});
-    added.push_back({bias ? bias->const_data_ptr() : nullptr, bias ? bias->scalar_type() : at::kFloat});
-    blocks.push_back(blocks.back() + (w.size(0) + ROWS - 1) / ROWS);
+    to.push_back(outputs.back().mutable_data_ptr());
+    blocks.push_back(blocks.back() + (m.out + ROWS - 1) / ROWS);
   }
-  if (!count) return outputs;
+  if (!count || matrices.empty()) return outputs;
   const std::string isa = wanted == "auto" ? best_isa(bfloat16) : wanted;
   TORCH_CHECK(runs(isa), "`isa` (='", isa, "') is not one of this machine's");
-  const Way way = way_of(isa, bfloat16);
+  const Way way = way_of(isa, bfloat16, matrices[0].mask);
   const Laid laid(x, count, in, way, bfloat16);
-  std::vector<void*> to;
-  for (auto& y : outputs) to.push_back(y.mutable_data_ptr());
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, in * ROWS));
   at::parallel_for(0, blocks.back(), grain, [&](int64_t begin, int64_t end) {
     size_t i = std::upper_bound(blocks.begin(), blocks.end(), begin) - blocks.begin() - 1;
@@ -354,21 +530,115 @@ std::vector<at::Tensor> half_matmul(const at::Tensor& x_, at::TensorList weights
         way.loop(m, laid.tokens, row, rows, token, tokens, sums);
         for (int t = 0; t < tokens; t++)
           for (int r = 0; r < rows; r++)
-            put(outputs[i], to[i], (token + t) * m.out + row + r, sums[r * TOKENS + t] + added[i][row + r]);
+            put(outputs[i], to[i], (token + t) * m.out + row + r, sums[r * TOKENS + t] + biases[i][row + r]);
       }
     }
   });
   return outputs;
 }
 
+Bias bias_of(const std::optional<at::Tensor>& bias, int64_t out) {
+  TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == out && bias->is_contiguous()), "a bias is [", out, "]");
+  return {bias ? bias->const_data_ptr() : nullptr, bias ? bias->scalar_type() : at::kFloat};
+}
+
+bool readable(const at::Tensor& x) {
+  return (x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf) && x.device().is_cpu();
+}
+
+// Products with several dense weights, such as those of queries, keys and values.
+std::vector<at::Tensor> half_matmul(const at::Tensor& x_, at::TensorList weights,
+                                    const c10::List<std::optional<at::Tensor>>& biases, const std::string& wanted) {
+  const at::Tensor x = x_.contiguous();
+  const int64_t in = x.size(-1);
+  TORCH_CHECK(readable(x) && weights.size() == biases.size(), "half_matmul: x ", x.scalar_type(), " cannot be read");
+  std::vector<Matrix> matrices;
+  std::vector<Bias> added;
+  for (size_t i = 0; i < weights.size(); i++) {
+    const at::Tensor& w = weights[i];
+    TORCH_CHECK(w.dim() == 2 && w.size(1) == in && w.is_contiguous() && w.scalar_type() == x.scalar_type(), "half_matmul: x ",
+                x.sizes(), " and weight ", w.sizes(), " ", w.scalar_type(), " do not fit");
+    matrices.push_back({reinterpret_cast<const uint16_t*>(w.const_data_ptr()), w.size(0), in});
+    added.push_back(bias_of(biases[i], w.size(0)));
+  }
+  return multiply(x, matrices, added, wanted);
+}
+
+Matrix kept_matrix(const at::Tensor& mask, const at::Tensor& values, const at::Tensor& starts) {
+  const int64_t out = mask.size(0), in = mask.size(-1) * 8;
+  TORCH_CHECK(workbench::kept_fits(mask, values, starts, out, in), "the mask ", mask.sizes(), " and ", values.numel(),
+              " weights do not fit");
+  return {reinterpret_cast<const uint16_t*>(values.const_data_ptr()), out, in, mask.const_data_ptr<uint8_t>(),
+          starts.const_data_ptr<int64_t>()};
+}
+
+// The product with a weight of which only the kept entries are stored.
+at::Tensor kept_matmul(const at::Tensor& x_, const at::Tensor& mask, const at::Tensor& values, const at::Tensor& starts,
+                       const std::string& wanted) {
+  const at::Tensor x = x_.contiguous();
+  TORCH_CHECK(readable(x) && x.scalar_type() == values.scalar_type() && mask.size(-1) * 8 == x.size(-1), "kept_matmul: x ",
+              x.sizes(), " ", x.scalar_type(), " and weights in ", values.scalar_type(), " do not fit");
+  return multiply(x, {kept_matrix(mask, values, starts)}, {Bias{nullptr, at::kFloat}}, wanted)[0];
+}
+
+// Some rows of such a weight with their zeros, [end - begin, in].
+at::Tensor kept_rows(const at::Tensor& mask, const at::Tensor& values, const at::Tensor& starts, int64_t begin, int64_t end) {
+  const Matrix m = kept_matrix(mask, values, starts);
+  TORCH_CHECK(0 <= begin && begin <= end && end <= m.out && values.element_size() == 2, "kept_rows: no such rows");
+  const at::Tensor W = at::empty({end - begin, m.in}, values.options());
+  auto* to = static_cast<uint16_t*>(W.mutable_data_ptr());
+  const bool fast = workbench::kept_runs();
+  at::parallel_for(begin, end, std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, m.in)), [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) {
+      uint16_t* at = to + (row - begin) * m.in;
+#ifdef HAVE_X86
+      if (fast) {
+        expand(m, row, at);
+        continue;
+      }
+#endif
+      const uint16_t* w = m.w + m.starts[row];
+      for (int64_t k = 0; k < m.in; k++) at[k] = m.mask[(row * m.in + k) / 8] >> k % 8 & 1 ? *w++ : 0;
+    }
+  });
+  return W;
+}
+
 }  // namespace
 
-workbench::Product workbench::half_product(const std::string& isa, bool bfloat16) {
-  const Way way = way_of(isa, bfloat16);
+workbench::Product workbench::half_product(const std::string& isa, bool bfloat16, int64_t in, bool kept) {
+#ifdef HAVE_AMX
+  if (isa == "avx512bf16" && bfloat16 && !kept && in % 32 == 0 && amx_available()) return {Items::stored, 32, tiled_rows};
+#endif
+  const Way way = way_of(isa, bfloat16, kept);
   return {way.items, way.step, way.rows};
+}
+
+bool workbench::kept_runs() {
+#ifdef HAVE_X86
+  return workbench::x86().vbmi2;
+#else
+  return false;
+#endif
+}
+
+bool workbench::kept_fits(const at::Tensor& mask, const at::Tensor& values, const at::Tensor& starts, int64_t out, int64_t in) {
+  if (mask.dim() != 2 || mask.size(0) != out || mask.size(1) * 8 != in || in % 32 || mask.scalar_type() != at::kByte ||
+      starts.scalar_type() != at::kLong || starts.numel() != out + 1 || !mask.is_contiguous() || !values.is_contiguous() ||
+      !starts.is_contiguous())
+    return false;
+  const auto* from = starts.const_data_ptr<int64_t>();
+  return from[0] == 0 && from[out] == values.numel();
 }
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def("half_matmul(Tensor x, Tensor[] weights, Tensor?[] biases, str isa) -> Tensor[]");
+  m.def("kept_matmul(Tensor x, Tensor mask, Tensor values, Tensor starts, str isa) -> Tensor");
+  m.def("kept_rows(Tensor mask, Tensor values, Tensor starts, int begin, int end) -> Tensor");
+  m.def("kept_runs() -> bool", [] { return workbench::kept_runs(); });
 }
-TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("half_matmul", half_matmul); }
+TORCH_LIBRARY_IMPL(workbench, CPU, m) {
+  m.impl("half_matmul", half_matmul);
+  m.impl("kept_matmul", kept_matmul);
+  m.impl("kept_rows", kept_rows);
+}

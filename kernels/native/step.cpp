@@ -53,7 +53,14 @@ int64_t DecodeStep::weight(const std::string& layout, const at::Tensor& data, co
   if (layout == "rows") {
     TORCH_CHECK(data.scalar_type() == (bfloat16_ ? at::kBFloat16 : at::kHalf) && data.numel() == out * in,
                 "rows: ", data.sizes(), " ", data.scalar_type(), " is no weight of ", out, " x ", in);
-    w->bits = 0, w->product = half_product(isa_, bfloat16_), w->unit_bytes = UNIT * in * 2;
+    w->bits = 0, w->product = half_product(isa_, bfloat16_, in, false), w->unit_bytes = UNIT * in * 2;
+  } else if (layout == "kept") {
+    TORCH_CHECK(data.scalar_type() == (bfloat16_ ? at::kBFloat16 : at::kHalf) && scale && zero && kept_fits(*scale, data, *zero, out, in),
+                "kept: ", data.sizes(), " ", data.scalar_type(), " is no weight of ", out, " x ", in);
+    w->bits = 0, w->product = half_product(isa_, bfloat16_, in, true);
+    w->unit_bytes = (2 * data.numel() + out * in / 8) / std::max<int64_t>(1, w->units());
+    w->scale = *scale, w->zero = *zero;
+    w->stored.mask = scale->const_data_ptr<uint8_t>(), w->stored.starts = zero->const_data_ptr<int64_t>();
   } else if (layout == "int8") {
     w->product = int8_product();
     TORCH_CHECK(w->product.rows, "int8: this CPU has neither AVX512-VNNI nor NEON's dot products");
@@ -73,7 +80,7 @@ int64_t DecodeStep::weight(const std::string& layout, const at::Tensor& data, co
     w->scale = *scale, w->stored.scale = scale->const_data_ptr(), w->stored.loops = w->product.loops;
     w->stored.bits = bits, w->stored.length = length, w->stored.states = int(sizes.at(3));
   } else {
-    TORCH_CHECK(layout == "panels", "`layout` (='", layout, "') must be 'rows', 'panels', 'int8' or 'walks'");
+    TORCH_CHECK(layout == "panels", "`layout` (='", layout, "') must be 'rows', 'kept', 'panels', 'int8' or 'walks'");
     const int64_t panels = (out + UNIT - 1) / UNIT;
     const int bits = data.dim() == 3 ? width_of(data) : 0;
     const int64_t columns = bits == 4 || bits == 8 ? 8 : 16;

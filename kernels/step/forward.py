@@ -20,12 +20,11 @@ from kernels.linear.onednn import in_float32, lay_out, lays_out, product
 from kernels.linear.rows import faster_than_onednn, products, rows_fit
 from kernels.prompt_attention import faster_than_torch, prompt_attention
 from kernels.registry import ran, recording
-from kernels.step.assemble import MOST
 from kernels.step.between import add_norm, gated, turn_and_store
 from kernels.step.cache import AttendingCache, LayerRoom, attend_by_cache, rooms_of
 from kernels.step.decoder import Decoder, DecoderBlock, NotNative, recognise
 from kernels.step.joined import Joined, joined
-from kernels.step.likeness import check_likeness
+from kernels.step.likeness import check_likeness, check_logits, difference, shaken
 
 QUERIES = 128  # number of queries whose scores are computed at once if there is a soft cap
 CHECKED = 4  # number of last tokens of a prompt whose logits are compared
@@ -261,17 +260,17 @@ def native_prompt(model: nn.Module, cache: Cache, tokens: Tensor, laid_out: bool
     with recording() as prompt.kernels:
         found = prompt.forward(tokens, rooms, 0, keep=count)
     cache.reset()
-    check(found, expected)
+
+    def own() -> list[float]:
+        with shaken(model):
+            again = model(tokens, past_key_values=cache, position_ids=at, use_cache=True, logits_to_keep=count).logits
+        cache.reset()
+        return _differences(again, expected)
+
+    check_logits(_differences(found, expected), own)
     return prompt
 
 
-def check(found: Tensor, expected: Tensor) -> None:
-    """Compare logits [batch, tokens, vocabulary] with the model's, without their means, which change no probability.
-
-    Raises:
-        NotNative: they differ by more than rounding explains.
-    """
-    found, expected = (x.float() - x.float().mean(-1, keepdim=True) for x in (found, expected))
-    difference = float(((found - expected).norm(dim=(0, 2)) / expected.norm(dim=(0, 2))).median())
-    if not difference < MOST:  # NaN is refused, too
-        raise NotNative(f"its logits differ from the model's by {difference:.2g}, more than {MOST}")
+def _differences(found: Tensor, expected: Tensor) -> list[float]:
+    """Relative differences of logits [batch, tokens, vocabulary], token by token."""
+    return [difference(ours, own) for ours, own in zip(found.unbind(1), expected.unbind(1), strict=True)]

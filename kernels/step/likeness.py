@@ -5,6 +5,7 @@ queries at late positions, or normalise values. Differences of a layer are lost 
 logits, so that each layer is compared by itself, with the input that its own attention gets.
 """
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,12 +21,67 @@ from kernels.step.decoder import Decoder, DecoderBlock, NotNative
 
 NAME = "workbench_look"
 TOKENS = 16
+# Largest relative difference of logits from the model's, which rounds to 16 bits after every operation. A wrong program
+# gives about 1. A model that lost much to compression may differ from itself by more than the first limit, if it is
+# rounded in another way: the limit is then twice that, but at most the second one.
+LEAST, MOST = 0.3, 0.8
 # (block, its queries, keys and values [1, tokens, heads * channels], cos and sin [tokens, channels]) -> queries, keys
 # and values [1, heads, tokens, channels], after the norms of heads and the rotary embedding
 Prepare = Callable[[DecoderBlock, Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, Tensor, Tensor]]
 # Largest relative difference of a channel, mean over channels, in units of the rounding of the model's dtype. A module
 # rounds after each of about four operations.
 ROUNDINGS = 4
+
+
+def check_logits(differences: Sequence[float], own: Callable[[], Sequence[float]]) -> None:
+    """Compare logits with the model's.
+
+    Args:
+        differences: of the logits behind some tokens, relative to the model's. own: the same for the model where it is
+            rounded in another way (`shaken`); called only if it decides.
+
+    Raises:
+        NotNative: the median is larger than rounding explains.
+    """
+    found, most = statistics.median(differences), LEAST
+    if not found < most:  # NaN is refused, too
+        most = min(max(2 * statistics.median(own()), LEAST), MOST)
+    if not found < most:
+        raise NotNative(f"its logits differ from the model's by {found:.2g}, more than {most:.2g}")
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """The difference of logits [tokens, vocabulary], relative to the wanted logits.
+
+    Means are subtracted first, as they change no probability: rounding moves Gemma 3's mean, about -30, by as much as
+    the logits differ among themselves.
+    """
+    found, wanted = (x.float() - x.float().mean(-1, keepdim=True) for x in (found, wanted))
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def rounded_otherwise(hidden: Tensor, generator: torch.Generator) -> Tensor:
+    """A hidden state in 16 bits, moved by half a unit in the last place, up or down."""
+    signs = torch.randint(2, hidden.shape, generator=generator).to(hidden.device) * 2.0 - 1
+    return (hidden.float() * (1 + torch.finfo(hidden.dtype).eps / 2 * signs)).to(hidden.dtype)
+
+
+@contextmanager
+def shaken(model: nn.Module) -> Iterator[None]:
+    """While the block runs, the inputs of all blocks of the model are rounded in another way."""
+    generator = torch.Generator().manual_seed(0)
+
+    def shake(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (rounded_otherwise(args[0], generator), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": rounded_otherwise(kwargs["hidden_states"], generator)}
+
+    hooks = [block.register_forward_pre_hook(shake, with_kwargs=True) for block in model.model.layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kernels.step.cache import LayerRoom
 from kernels.step.decoder import Decoder, DecoderBlock, NotNative
 from kernels.step.forward import DecoderForward
+from kernels.step.likeness import rounded_otherwise
 from kernels.step.program import Norm
 
 TOKENS = 16
@@ -60,8 +61,7 @@ def _own(model: nn.Module, ids: Tensor) -> tuple[list[Tensor], list[Tensor], lis
 
     def note(module: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> None:
         hidden = args[0] if args else kwargs.pop("hidden_states")
-        signs = torch.randint(2, hidden.shape, generator=generator).to(hidden.device) * 2.0 - 1
-        rounded = (hidden.float() * (1 + torch.finfo(hidden.dtype).eps / 2 * signs)).to(hidden.dtype)
+        rounded = rounded_otherwise(hidden, generator)
         again = _first(module.forward(rounded, *args[1:], **kwargs))
         inputs.append(hidden), outputs.append(_first(output)), shaken.append(again.float() - rounded + hidden)
 

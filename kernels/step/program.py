@@ -13,6 +13,7 @@ from kernels.int_matmul import to_rows as integer_rows
 from kernels.lut_matmul import Codebook
 from kernels.lut_matmul import dequantize as dequantize_codebook
 from kernels.lut_matmul import to_rows as codebook_rows
+from kernels.sparse_matmul import SparseRows, dense_rows
 from kernels.trellis_matmul import Trellis
 from kernels.trellis_matmul import decode as decode_trellis
 from kernels.w8a8_matmul import W8
@@ -61,13 +62,14 @@ class InputChange:
 class Weight:
     """W [out, in], and the bias of its product.
 
-    stored: 16-bit floats [out, in]; codes in the layout "panels"; int8 codes in the layout "panels", whose product
-        rounds x to 8 bits; or walks through a trellis. bias: float32 [out], or None. change: of the input, or None.
+    stored: 16-bit floats [out, in], with or without their zeros; codes in the layout "panels"; int8 codes in the layout
+        "panels", whose product rounds x to 8 bits; or walks through a trellis. bias: float32 [out], or None. change: of
+        the input, or None.
     gains: float32 [in], factors of the columns (trellis only), or None. x_scale: the step of all inputs of int8 codes,
         float32 without dimensions; None: one step per token.
     """
 
-    stored: Tensor | Packed | Codebook | W8 | Trellis
+    stored: Tensor | SparseRows | Packed | Codebook | W8 | Trellis
     bias: Tensor | None = None
     change: InputChange | None = None
     gains: Tensor | None = None
@@ -80,8 +82,8 @@ class Weight:
 
     @property
     def layout(self) -> str:
-        """ "rows", "panels", "int8" or "walks"."""
-        kinds = {Tensor: "rows", Trellis: "walks", W8: "int8"}
+        """ "rows", "kept", "panels", "int8" or "walks"."""
+        kinds = {Tensor: "rows", SparseRows: "kept", Trellis: "walks", W8: "int8"}
         return next((name for kind, name in kinds.items() if isinstance(self.stored, kind)), "panels")
 
     @property
@@ -95,6 +97,8 @@ class Weight:
         w = self.stored
         if isinstance(w, Tensor):
             return w, None, None, None
+        if isinstance(w, SparseRows):
+            return w.values, w.mask, w.starts, None
         if isinstance(w, Trellis):
             return w.codes, w.scale, None, None
         if w.layout != "panels":
@@ -111,6 +115,8 @@ class Weight:
             return dequantize_integers(integer_rows(self.stored)).float()
         if isinstance(self.stored, Codebook):
             return dequantize_codebook(codebook_rows(self.stored)).float()
+        if isinstance(self.stored, SparseRows):
+            return dense_rows(self.stored).float()
         return self.stored.float()
 
 

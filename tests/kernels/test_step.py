@@ -13,6 +13,8 @@ from kernels import native
 from kernels.int_matmul import pack, to_panels
 from kernels.lut_matmul import NF4, pack_codebook
 from kernels.lut_matmul import to_panels as codebook_panels
+from kernels.sparse_matmul import skips_zeros
+from kernels.sparse_matmul.cases import sparse_rows
 from kernels.step import Attention, DecodeStep, InputChange, Norm, Products, Program, Weight
 from kernels.step.cache_view import CacheView
 from kernels.step.program import CacheAttention
@@ -47,6 +49,8 @@ def weight(kind: str, out: int, columns: int, dtype: torch.dtype, bias: bool = F
     b = torch.randn(out) if bias else None
     if kind == "rows":
         return Weight(W.to(dtype), b)
+    if kind == "kept":
+        return Weight(sparse_rows(W.to(dtype), torch.rand(out, columns) < 0.5), b)
     if kind == "nf4":
         codes = torch.randint(16, (out, columns))
         return Weight(codebook_panels(pack_codebook(codes, NF4, scale.to(dtype) / columns**0.5, group_size=8)), b)
@@ -122,6 +126,21 @@ def test_every_instruction_set(isa, dtype):
     compare(decoder(mixed, dtype, bias=True, position=3), dtype, 3, isa)
     planes = {"qkv": "planes2", "mlp": "planes3", "down": "planes5", "head": "planes6"}
     compare(decoder(planes, dtype, bias=True, position=3), dtype, 3, isa)
+
+
+@pytest.mark.skipif(not skips_zeros(torch.bfloat16, torch.device("cpu"), 32), reason="no AVX512-VBMI2")
+@pytest.mark.parametrize("isa", ["avx512bf16", "avx512"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_without_their_zeros(isa, dtype):
+    if not native.runs(isa) or (isa.endswith("bf16") and dtype == torch.float16):
+        pytest.skip(f"no {isa} for {dtype} here")
+    kinds = dict.fromkeys(("qkv", "o", "mlp", "down"), "kept")
+    sizes = {"sizes": (64, 96, 101), "channels": 16, "position": 3, "bias": True}
+    compare(decoder(kinds, dtype, 3, **sizes), dtype, 3, isa)
+    compare(decoder({**kinds, "down": "kept turned"}, dtype, **sizes), dtype, 3, isa)
+    program = decoder(kinds, dtype, 16, **{**sizes, "position": 253}, sequences=1)
+    for tokens in (2, 7, 16):
+        in_one_step_and_alone(program, 253, tokens, dtype, isa)
 
 
 def test_instructions_are_timed_when_asked_for():

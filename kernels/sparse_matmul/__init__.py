@@ -1,0 +1,133 @@
+"""`sparse_matmul`: y = x Wᵀ with a weight in 16 bits whose zeros are not stored. See README.md."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import native
+from kernels.int_matmul import unpack_bits
+from kernels.linear import linear
+from kernels.registry import ran
+
+__all__ = ["COLUMNS", "SparseRows", "dense_rows", "skips_zeros", "sparse_matmul", "starts_of"]
+
+IMPLS = ("auto", "reference", "cpu")
+DTYPES = (torch.bfloat16, torch.float16)
+COLUMNS = 32  # the loops take so many at a time
+FEW = 8  # largest number of tokens for which weights are put to their places in registers rather than in memory
+SLAB = 1 << 20  # weights that are put to their places in memory at a time; 2 MB stay in a cache near the core
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """W [out, in], of which only some entries are kept.
+
+    mask: uint8 [out, in / 8], low bits first, 1 for an entry that is kept. values: [kept], row by row, left to right,
+        bfloat16 or float16. starts: int64 [out + 1], the first value of each row, and their number.
+    """
+
+    mask: Tensor
+    values: Tensor
+    starts: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)"""
+        return len(self.mask), 8 * self.mask.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.values.dtype
+
+
+def starts_of(mask: Tensor) -> Tensor:
+    """The first kept entry of each row of a mask [out, in / 8], and the number of all: int64 [out + 1]."""
+    starts = torch.zeros(len(mask) + 1, dtype=torch.int64, device=mask.device)
+    torch.cumsum(unpack_bits(mask, 1, 8 * mask.shape[1]).sum(1, dtype=torch.int64), 0, out=starts[1:])
+    return starts
+
+
+def skips_zeros(dtype: torch.dtype, device: torch.device, columns: int) -> bool:
+    """Are there loops here that read only the entries that are kept, for rows of so many columns?
+
+    They need a processor with AVX512-VBMI2 (Intel since Ice Lake, AMD since Zen 4).
+    """
+    return (
+        device.type == "cpu"
+        and dtype in DTYPES
+        and columns % COLUMNS == 0
+        and native.why_not() is None
+        and torch.ops.workbench.kept_runs()
+    )
+
+
+def sparse_matmul(x: Tensor, w: SparseRows, *, impl: str = "auto") -> Tensor:
+    """Product with a weight whose zeros are not read.
+
+    Args:
+        x: [..., in], in the dtype of the values; any strides; may be empty.
+        w: [out, in].
+        impl: "reference" (puts the zeros back and multiplies; any device, has gradients), "cpu" (C++: up to 8 tokens
+            entries are put to their places in registers; for more, rows are put together in memory, some at a time), or
+            "auto": "cpu" if available.
+
+    Returns:
+        [..., out] in x's dtype
+
+    Raises:
+        ValueError: shapes or dtypes that do not match, or an implementation that does not exist or does not support the
+            tensors.
+    """
+    if x.dim() == 0 or x.shape[-1] != w.shape[1] or x.dtype != w.dtype:
+        raise ValueError(
+            f"`x` {tuple(x.shape)} {x.dtype} must end in in_features (={w.shape[1]}) and have the weight's {w.dtype}"
+        )
+    if impl not in IMPLS:
+        raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
+    fits = skips_zeros(x.dtype, x.device, w.shape[1]) and not (torch.is_grad_enabled() and x.requires_grad)
+    if impl == "cpu" and not fits:
+        raise ValueError(
+            f"`impl` (='cpu') needs a CPU with AVX512-VBMI2, the C++ kernels, 16-bit tensors without gradients and "
+            f"in_features that {COLUMNS} divides, not {x.dtype} {list(x.shape)} on {x.device}"
+        )
+    if impl == "reference" or not fits:
+        ran("sparse_matmul", "reference")
+        return linear(x, dense_rows(w).to(x.dtype))
+    ran("sparse_matmul", f"cpu {native.isa(x.dtype)}")
+    return _op(x, w.mask, w.values, w.starts)
+
+
+def dense_rows(w: SparseRows) -> Tensor:
+    """W [out, in] with its zeros, in the dtype of the values."""
+    keep = unpack_bits(w.mask, 1, w.shape[1]).bool()
+    return w.values.new_zeros(w.shape).masked_scatter_(keep, w.values)
+
+
+@torch.library.custom_op("workbench::sparse_matmul", mutates_args=())
+def _op(x: Tensor, mask: Tensor, values: Tensor, starts: Tensor) -> Tensor:
+    flat, out = x.reshape(-1, x.shape[-1]), len(mask)
+    if len(flat) <= FEW:
+        return torch.ops.workbench.kept_matmul(flat, mask, values, starts, "auto").reshape(*x.shape[:-1], out)
+    y = x.new_empty(len(flat), out)
+    for begin in range(0, out, rows := max(1, SLAB // x.shape[-1])):
+        end = min(out, begin + rows)
+        W = torch.ops.workbench.kept_rows(mask, values, starts, begin, end)
+        y[:, begin:end] = linear(flat, W)
+    return y.reshape(*x.shape[:-1], out)
+
+
+@_op.register_fake
+def _(x, mask, values, starts):
+    return x.new_empty(*x.shape[:-1], len(mask))
+
+
+@native.shapes_of("kept_matmul")
+def _(x, mask, values, starts, isa):
+    return x.new_empty(*x.shape[:-1], len(mask))
+
+
+@native.shapes_of("kept_rows")
+def _(mask, values, starts, begin, end):
+    return values.new_empty(end - begin, 8 * mask.shape[1])

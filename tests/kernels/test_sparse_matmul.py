@@ -1,0 +1,128 @@
+"""Products with weights whose zeros are not stored, against float64, and in the formats that store them."""
+
+import copy
+
+import pytest
+import torch
+
+from compress.formats import Bitmap, Dense, Sparse24Weight
+from kernels import native
+from kernels.registry import recording
+from kernels.sparse_matmul import SparseRows, dense_rows, skips_zeros, sparse_matmul
+from kernels.sparse_matmul.cases import checks, contests, sparse_rows
+from kernels.support.declarations import TimedSizes
+
+CPU = torch.device("cpu")
+SKIPS = skips_zeros(torch.bfloat16, CPU, 32)
+needs_loops = pytest.mark.skipif(not SKIPS, reason="no C++ kernels, or no AVX512-VBMI2 on this processor")
+
+
+@pytest.mark.parametrize("check", checks(CPU), ids=lambda check: check.name)
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_agrees_with_float64(check, impl):
+    if impl not in ("reference", *check.impls):
+        pytest.skip("not for these tensors here")
+    y, expected = check.run(impl), check.expected()
+    assert y.shape == expected.shape and (y - expected).norm() <= check.tolerance * expected.norm()
+
+
+@needs_loops
+@pytest.mark.parametrize("tokens", [1, 3, 8, 20])
+def test_a_tokens_result_does_not_depend_on_the_others(tokens):
+    """So that steps that verify guesses give the same bits; beyond 8 tokens the products are oneDNN's."""
+    W = torch.randn(70, 576, dtype=torch.bfloat16)
+    w, x = sparse_rows(W, torch.rand(W.shape) < 0.5), torch.randn(tokens, 576, dtype=torch.bfloat16)
+    together, alone = sparse_matmul(x, w), torch.cat([sparse_matmul(one[None], w) for one in x])
+    assert torch.equal(together, alone) if tokens <= 8 else torch.allclose(together, alone, rtol=0.02, atol=0.3)
+
+
+@needs_loops
+def test_nothing_is_read_behind_the_last_value():
+    """The values end with their memory, which the loops of full vectors would pass."""
+    for kept in range(40):
+        keep = torch.zeros(3, 64, dtype=torch.bool)
+        keep.view(-1)[torch.randperm(192)[:kept]] = True
+        W = torch.randn(3, 64, dtype=torch.bfloat16)
+        w = sparse_rows(W, keep)
+        padded = torch.full((kept + 64,), float("nan"), dtype=torch.bfloat16)
+        padded[:kept] = w.values
+        x = torch.randn(2, 64, dtype=torch.bfloat16)
+        y = sparse_matmul(x, SparseRows(w.mask, padded[:kept], w.starts))
+        assert torch.allclose(y.float(), x.float() @ (W * keep).float().t(), rtol=0.02, atol=0.05)
+        assert torch.equal(dense_rows(w), W * keep)
+
+
+@needs_loops
+@pytest.mark.parametrize("pattern", ["half", "2:4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_formats_multiply_without_zeros_in_16_bits(pattern, dtype):
+    W = torch.randn(50, 96)
+    keep = torch.rand(50, 96) < 0.5
+    if pattern == "2:4":
+        keep = torch.tensor([True, False, False, True]).expand(50, 24, 4).reshape(50, 96)
+    form = (Sparse24Weight if pattern == "2:4" else Bitmap).from_plain(Dense((W * keep).to(dtype)), keep)
+    form.for_compute(dtype, CPU)
+    x = torch.randn(2, 3, 96, dtype=dtype)
+    with recording() as ran:
+        y = form.matmul(x)
+    assert torch.allclose(y.float(), x.float() @ (W * keep).t(), rtol=0.02, atol=0.2)
+    assert ("sparse_matmul" in ran) == (dtype != torch.float32) == (form.plain is None)
+    other = copy.deepcopy(form)
+    other.load_state_dict(type(form).from_plain(Dense((W * keep * 2).to(dtype)), keep).state_dict())
+    assert torch.allclose(other.matmul(x), 2 * y, rtol=0.02, atol=0.2), "laid out anew"
+    wide = copy.deepcopy(form).float()
+    wide.for_compute(torch.float32, CPU)
+    assert wide.plain is not None and wide.starts is None and wide.matmul(x.float()).dtype == torch.float32
+
+
+def test_few_zeros_integers_and_other_processors_keep_the_dense_weight():
+    keep = torch.rand(50, 96) < 0.95
+    form = Bitmap.from_plain(Dense((torch.randn(50, 96) * keep).bfloat16()), keep)
+    form.for_compute(torch.bfloat16, CPU)
+    assert form.plain is not None and form.rows is None
+
+
+def test_gradients_of_the_input_go_through_the_reference():
+    W = torch.randn(16, 64, dtype=torch.bfloat16)
+    w, x = sparse_rows(W, W > 0), torch.randn(2, 64, dtype=torch.bfloat16, requires_grad=True)
+    sparse_matmul(x, w).sum().backward()
+    assert torch.allclose(x.grad[0].float(), (W * (W > 0)).float().sum(0), rtol=0.02, atol=0.1)
+
+
+@needs_loops
+def test_the_compiler_takes_the_op():
+    W = torch.randn(16, 64, dtype=torch.bfloat16)
+    w = sparse_rows(W, W > 0)
+    arguments = (torch.randn(3, 64, dtype=torch.bfloat16), w.mask, w.values, w.starts)
+    torch.library.opcheck(torch.ops.workbench.sparse_matmul.default, arguments)
+
+
+@needs_loops
+def test_contests_name_every_contestant():
+    found = list(contests(CPU, True, TimedSizes()))
+    assert found and all({"cpu", "dense rows"} < set(one.contestants) for one in found)
+
+
+@pytest.mark.parametrize(
+    "x, how, word",
+    [
+        (torch.randn(2, 32), {}, "weight's torch.bfloat16"),
+        (torch.randn(2, 40, dtype=torch.bfloat16), {}, "in_features"),
+        (torch.randn(2, 64, dtype=torch.bfloat16), {"impl": "gpu"}, "`impl` (='gpu')"),
+        (torch.randn(2, 64, dtype=torch.bfloat16, requires_grad=True), {"impl": "cpu"}, "without gradients"),
+    ],
+)
+def test_wrong_input_is_refused(x, how, word):
+    W = torch.randn(16, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=word.replace("(", r"\(").replace(")", r"\)")):
+        sparse_matmul(x, sparse_rows(W, W > 0), **how)
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason="no C++ kernels here")
+def test_kernels_refuse_parts_that_do_not_fit():
+    W = torch.randn(16, 64, dtype=torch.bfloat16)
+    w = sparse_rows(W, W > 0)
+    with pytest.raises(RuntimeError, match="do not fit"):
+        torch.ops.workbench.kept_rows(w.mask, w.values[:-1], w.starts, 0, 16)
+    with pytest.raises(RuntimeError, match="no such rows"):
+        torch.ops.workbench.kept_rows(w.mask, w.values, w.starts, 0, 17)
