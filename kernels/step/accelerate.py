@@ -26,6 +26,7 @@ from kernels.step.in_parts import StepInParts
 from kernels.step.native import MOST_IN_SEQUENCE, MOST_TOKENS
 from kernels.step.outputs import check_outputs
 from kernels.step.writing.generate import check_vocabulary, generate
+from kernels.step.writing.guesses import DraftPace
 from kernels.support.deploy import cast
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -187,6 +188,7 @@ class Acceleration:
         why_not: why the model's own code has run since the model was changed; "" if the fast path runs.
         draft: guesses tokens of texts where `generate` is given nothing else that does; or None.
         guessed: number of tokens that were guessed so far in texts of this model, accepted or not.
+        paces: of each draft, by its id, how far it guesses ahead.
     """
 
     model: nn.Module
@@ -194,6 +196,7 @@ class Acceleration:
     why_not: str = ""
     draft: nn.Module | None = None
     guessed: int = 0
+    paces: dict[int, DraftPace] = field(default_factory=dict)
     _state: tuple[Any, ...] | None = None  # the model's `state_of` when the reader was made
     _reader: DecoderForward | None = None
     _bound: dict[int, _Bound] = field(default_factory=dict)

@@ -30,7 +30,7 @@ from transformers.generation import (
 from transformers.generation.streamers import BaseStreamer
 
 from kernels.step.native import MOST_IN_SEQUENCE
-from kernels.step.writing.guesses import Draft, Guesser, PromptLookup
+from kernels.step.writing.guesses import Draft, DraftPace, Guesser, PromptLookup
 from kernels.step.writing.sampling import SamplingChoice, choice_of
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -105,7 +105,9 @@ def _guesser(
     if draft is None:
         return PromptLookup(min(looks_up, MOST_IN_SEQUENCE - 1), config.max_matching_ngram_size)
     check_vocabulary(model, draft, "assistant_model")
-    return Draft(draft, MOST_IN_SEQUENCE - 1) if draft is not model and _verifies(draft) else None
+    if draft is model or not _verifies(draft):
+        return None
+    return Draft(draft, MOST_IN_SEQUENCE - 1, model.acceleration.paces.setdefault(id(draft), DraftPace()))
 
 
 def check_vocabulary(model: nn.Module, draft: nn.Module, parameter: str) -> None:

@@ -32,6 +32,12 @@ KEPT = 0.97  # factor by which earlier guesses count less with every further one
 SAMPLES = 9  # last times of steps whose median counts
 FEWEST = 3  # with fewer measured times, the default takes the place of the missing ones in the median
 BY_STEPS = 4  # unread tokens up to which a draft reads them in a step, and not as a prompt
+# A draft's probability of its guess, up to which a class goes, and the acceptance of the class at the beginning, which
+# counts as much as PRIOR tries.
+SURE = ((0.3, 0.3), (0.5, 0.5), (0.7, 0.65), (0.9, 0.8), (2.0, 0.95))
+PRIOR = 4.0
+ROUNDS = 16  # last rounds of a draft that decide whether it gains
+RENEWED = 32  # rounds after which a step with one token is timed again
 RETRY = 32  # a kind of guess that does not gain is tried again after being left out so many times
 
 
@@ -51,18 +57,15 @@ class Pace:
     """How many tokens are worth guessing: those that gain most by the acceptance and the times measured so far.
 
     Attributes:
-        most: the largest number. drafting: time that a guess takes before it is verified, as a share of the time of a
-            step with one token, as long as none was measured.
+        most: the largest number.
     """
 
     most: int
-    drafting: float = 0.0
     _rates: dict[int, list[float]] = field(default_factory=dict)  # by kind: accepted and tried tokens
     _left_out: dict[int, int] = field(default_factory=dict)
     _began: bool = False  # was the first step taken, which also makes the rooms and the program?
     _alone: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # seconds of steps with one token
     _rows: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # shares, as ROW
-    _drafted: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # shares, as `drafting`
 
     @property
     def measured(self) -> bool:
@@ -80,7 +83,7 @@ class Pace:
         if not self.measured:
             return 0
         rate = min(accepted / tried, 0.99)
-        cost = _median(self._drafted, self.drafting) + _median(self._rows, ROW)
+        cost = _median(self._rows, ROW)
         best, fastest, expected = 0, GAIN, 1.0
         for count in range(1, self.most + 1):
             expected += rate**count
@@ -92,11 +95,8 @@ class Pace:
         self._left_out[kind] = (self._left_out.get(kind, 0) + 1) % RETRY
         return int(not self._left_out[kind])
 
-    def note(self, kind: int, guessed: int, accepted: int, seconds: float, drafting: float = 0.0) -> None:
-        """So many of the guessed tokens were accepted in a step that took so many seconds; 0 guessed: a step of one.
-
-        drafting: seconds that the guesses took before.
-        """
+    def note(self, kind: int, guessed: int, accepted: int, seconds: float) -> None:
+        """So many of the guessed tokens were accepted in a step that took so many seconds; 0 guessed: a step of one."""
         if not guessed:
             if self._began:
                 self._alone.append(seconds)
@@ -105,7 +105,6 @@ class Pace:
         if self._alone:
             more = seconds / statistics.median(self._alone) - 1
             self._rows.append(min(max(more / guessed, 0.0), 2.0))
-            self._drafted.append(min(drafting / guessed / statistics.median(self._alone), 2.0))
         rates = self._rates[kind]
         rates[0] = KEPT * rates[0] + accepted
         rates[1] = KEPT * rates[1] + accepted + (accepted < guessed)
@@ -154,44 +153,115 @@ class PromptLookup:
         self._pace.note(size, count, accepted, seconds)
 
 
-class Draft:
-    """Guesses of a smaller model, which reads the text into a cache of its own. Where they do not gain, they end; they
-    are tried again once, because the model must then read all that has been written since.
+@dataclass
+class DraftPace:
+    """How far a draft guesses ahead: what texts of the same model and draft have shown so far.
 
-    Args:
-        model: accelerated on a CPU, with the vocabulary of the model that verifies. most: tokens of a guess.
+    A guess is the likelier to be accepted, the surer the draft is of it; acceptance is measured by its probability.
+    Another guess is made as long as it gains more tokens for its time than texts of this draft have gained before.
+    Where guesses have lost time, none are made for a while, and each time for longer.
     """
 
-    def __init__(self, model: nn.Module, most: int) -> None:
-        self._model, self._pace, self._steps = model, Pace(most, DRAFTING), None
+    _rates: list[list[float]] = field(default_factory=lambda: [[PRIOR * rate, PRIOR] for _, rate in SURE])
+    _alone: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # seconds of steps with one token
+    _rows: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # shares, as ROW
+    _drafted: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # shares, as DRAFTING
+    _rounds: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=ROUNDS))  # tokens, and their time
+    _rest: int = 0  # tokens for which nothing is guessed any more
+    _next_rest: int = RETRY
+    _since: int = 0  # guesses since the last step of one token
+
+    def begins(self) -> bool:
+        """Is it worth guessing now?"""
+        if self._rest > 0:
+            self._rest -= 1
+            return False
+        if len(self._alone) < FIRST or self._since >= RENEWED:
+            self._since = 0
+            return False
+        self._since += 1
+        return True
+
+    def goes_on(self, likely: float) -> bool:
+        """Is another guess worth its time, if all guesses before it are accepted with this probability?"""
+        accepted, tried = map(sum, zip(*self._rates, strict=True))
+        cost = _median(self._drafted, DRAFTING) + _median(self._rows, ROW)
+        return likely * accepted / tried > max(self._gain(), 1.0) * cost
+
+    def rate(self, sure: float) -> float:
+        """The acceptance of guesses of which the draft was as sure; 0 to 1."""
+        accepted, tried = self._rates[_place(sure)]
+        return accepted / tried
+
+    def note(self, sure: Sequence[float], accepted: int, seconds: float, drafting: float) -> None:
+        """Of guesses of which the draft was so sure, the first ones were accepted, in a step of so many seconds, for
+        which the draft had taken `drafting`. No guesses: a step of one token."""
+        if not sure:
+            self._alone.append(seconds)
+            return
+        for one in sure[: accepted + 1]:
+            rate = self._rates[_place(one)]
+            rate[:] = KEPT * rate[0], KEPT * rate[1] + 1
+        for one in sure[:accepted]:
+            self._rates[_place(one)][0] += 1
+        alone, count = statistics.median(self._alone), len(sure)
+        self._rows.append(min(max((seconds / alone - 1) / count, 0.0), 2.0))
+        self._drafted.append(min(drafting / count / alone, 2.0))
+        self._rounds.append((accepted + 1, (seconds + drafting) / alone))
+        if len(self._rounds) == ROUNDS and self._gain() < 1.0:
+            self._rest, self._next_rest = self._next_rest, 2 * self._next_rest
+            self._rounds.clear()
+        elif len(self._rounds) == ROUNDS:
+            self._next_rest = RETRY
+
+    def _gain(self) -> float:
+        """Tokens per time of a step with one token, in the last rounds; each has the median time of all of them."""
+        if len(self._rounds) < ROUNDS // 2:
+            return 1.0
+        tokens, times = zip(*self._rounds, strict=True)
+        return sum(tokens) / sum(times)
+
+
+def _place(sure: float) -> int:
+    return next(i for i, (most, _) in enumerate(SURE) if sure <= most)
+
+
+class Draft:
+    """Guesses of a smaller model, which reads the text into a cache of its own.
+
+    Args:
+        model: accelerated on a CPU, with the vocabulary of the model that verifies. most: tokens of a guess. pace: of
+            all texts of these two models.
+    """
+
+    def __init__(self, model: nn.Module, most: int, pace: DraftPace) -> None:
+        self._model, self._most, self._pace, self._steps = model, most, pace, None
         self._cache = DynamicCache(config=model.config)
-        self._read, self._guessed, self._seconds = 0, 0, 0.0  # positions in the cache; of the last guess
-        self._rests = self._again = self._ended = False  # it has once lost time, is tried again, has lost again
+        self._read, self._seconds = 0, 0.0  # positions in the cache; of the last guess
+        self._sure: list[float] = []  # of the last guess: the draft's probability of its likeliest token
+        self._began = self._ended = False
 
     def guess(self, text: Sequence[int], most: int, choice: SamplingChoice) -> list[int]:
         """See `Guesser`."""
-        self._guessed = 0
-        if self._ended or not self._pace.measured:
+        self._sure = []
+        if self._ended or not self._pace.begins():
             return []
-        count = self._pace.count(0, 0.8, 8.0)
-        if not count:
-            self._rests, self._ended = True, self._again
-            return []
-        self._again = self._again or self._rests
         unread = len(text) - self._read
         if (self._steps is None or unread > BY_STEPS) and not self._has_read(text, most):
             self._ended = True
             return []
-        self._guessed = count = min(count, most)
         began, state = time.perf_counter(), torch.get_rng_state() if choice.samples else None
         guessed: list[int] = []
+        likely, unread = 1.0, list(text[self._read :])
         try:
-            unread = list(text[self._read :])
-            while len(guessed) < count:
+            while len(guessed) < min(self._most, most) and (not guessed or self._pace.goes_on(likely)):
                 largest = self._steps(torch.tensor([unread]))
                 self._read += len(unread)
                 unread = [int(self._next(largest, choice))]
                 guessed += unread
+                logits = self._steps.logits[-1]
+                self._sure.append(1 / float((logits - logits.max()).exp().sum()))
+                likely *= self._pace.rate(self._sure[-1])
         finally:
             if state is not None:
                 torch.set_rng_state(state)
@@ -200,10 +270,13 @@ class Draft:
 
     def note(self, accepted: int, seconds: float) -> None:
         """See `Guesser`."""
-        if self._guessed - 1 > accepted:  # the last guess was not read
-            self._steps.cut(self._guessed - 1 - accepted)
-            self._read -= self._guessed - 1 - accepted
-        self._pace.note(0, self._guessed, accepted, seconds, self._seconds)
+        guessed = len(self._sure)
+        if guessed - 1 > accepted:  # the last guess was not read
+            self._steps.cut(guessed - 1 - accepted)
+            self._read -= guessed - 1 - accepted
+        if guessed or self._began:  # the first step makes the rooms and the program
+            self._pace.note(self._sure, accepted, seconds, self._seconds)
+        self._began = True
 
     def _has_read(self, text: Sequence[int], most: int) -> bool:
         """Read a text but for its last token as a prompt; False: there are no steps, or it is not worth reading."""
