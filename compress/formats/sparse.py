@@ -103,6 +103,10 @@ class Sparse(Format):
         self.plain = _UnstoredInts(full.packed) if isinstance(full, IntGroup) else _UnstoredDense(full.weight)
         self.plain.for_compute(dtype, device)
 
+    def _apply(self, fn, recurse=True):
+        # Its own, so that `kernels.support.deploy.cast` does not restore buffers that `for_compute` has made anew.
+        return super()._apply(fn, recurse)
+
 
 def _lay_out_again(weight: Sparse, _) -> None:
     """Lay the weight for products out again after loading."""

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from compress.formats import Bitmap, Dense, Sparse24Weight
+from compress.linear import CompressedLinear
 from kernels import native
 from kernels.registry import recording
 from kernels.sparse_matmul import SparseRows, dense_rows, skips_zeros, sparse_matmul
 from kernels.sparse_matmul.cases import checks, contests, sparse_rows
 from kernels.support.declarations import TimedSizes
+from kernels.support.deploy import deployed
 
 CPU = torch.device("cpu")
 SKIPS = skips_zeros(torch.bfloat16, CPU, 32)
@@ -73,6 +75,21 @@ def test_formats_multiply_without_zeros_in_16_bits(pattern, dtype):
     wide = copy.deepcopy(form).float()
     wide.for_compute(torch.float32, CPU)
     assert wide.plain is not None and wide.starts is None and wide.matmul(x.float()).dtype == torch.float32
+
+
+@needs_loops
+@pytest.mark.parametrize("pattern", ["half", "2:4"])
+def test_a_float32_model_is_deployed_without_zeros_and_back(pattern):
+    W = torch.randn(32, 64)
+    keep = W > 0 if pattern == "half" else torch.tensor([True, False, False, True]).expand(32, 16, 4).reshape(32, 64)
+    form = (Sparse24Weight if pattern == "2:4" else Bitmap).from_plain(Dense(W * keep), keep)
+    linear, x = CompressedLinear([form], None, dtype=torch.float32), torch.randn(2, 64)
+    expected = x @ (W * keep).t()
+    half = deployed(torch.nn.Sequential(linear))
+    assert half[0].parts[0].rows is not None and half[0].parts[0].plain is None
+    assert torch.allclose(half(x.bfloat16()).float(), expected, rtol=0.03, atol=0.2)
+    back = deployed(half, torch.float32)
+    assert back[0].parts[0].rows is None and torch.allclose(back(x), expected, rtol=0.03, atol=0.2)
 
 
 def test_few_zeros_integers_and_other_processors_keep_the_dense_weight():
