@@ -30,6 +30,7 @@ from kernels.step.writing.guesses import DraftPace
 from kernels.support.deploy import cast
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+WHY_NOT = "why_not_accelerated"  # attribute of a model that could not be accelerated
 LAID_OUT = 512  # length of the prompts for which dense weights are laid out, in tokens
 SPARE = 2.0  # free memory needed to lay out the dense weights, as a multiple of their size
 MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
@@ -55,7 +56,8 @@ def accelerate(
 
     Args:
         model: a causal decoder of the Llama family (Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and their like); for
-            others there is a warning with the reason, and the model's own code runs. If the model is compressed or
+            others there is a warning with the reason, which `model.why_not_accelerated` keeps, and the model's own code
+            runs. If the model is compressed or
             cast afterwards, the next prompt takes this into account. Torch keeps no count of writes through `.data` and
             in inference mode, so that these do not show: call `model.acceleration.remove()`, which undoes the change,
             before them.
@@ -106,7 +108,8 @@ def why_not_verifying(model: nn.Module, which: str) -> str:
     """Why no steps of an accelerated model verify guesses; "" if they do. which: "model" or "draft"."""
     acceleration = getattr(model, ACCELERATION, None)
     if not hasattr(acceleration, "verifies"):
-        return f"the {which} is not accelerated on a CPU"
+        reason = getattr(model, WHY_NOT, "")
+        return f"the {which} is not accelerated on a CPU{reason and f': {reason}'}"
     if acceleration.verifies():
         return ""
     if why_not := acceleration.why_not or acceleration.why_not_in_one_call:
@@ -139,9 +142,11 @@ def _accelerated(model: nn.Module, dtype: torch.dtype | None) -> str:
         GraphAcceleration(model).take_over()
         return ""
     acceleration = Acceleration(model)
+    vars(model).pop(WHY_NOT, None)
     try:
         acceleration.assemble()
     except NotNative as error:
+        setattr(model, WHY_NOT, str(error))
         return str(error)
     acceleration.take_over()
     return ""

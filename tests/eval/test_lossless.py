@@ -122,7 +122,8 @@ def test_drafts_without_verifying_steps_are_not_timed_and_named(tiny, tokenizer,
         "look-up",
         "near",
     }
-    assert "other was not timed: the draft is not accelerated" in context(typed({"lossless": plain(record)}))["why_not"]
+    why_not = context(typed({"lossless": plain(record)}))["why_not"]
+    assert "other was not timed: the draft is not accelerated on a CPU: " in why_not, "with the reason"
 
 
 def test_texts_end_at_the_first_end_token(tiny, tokenizer, short_prompts):
