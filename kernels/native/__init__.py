@@ -94,6 +94,20 @@ def isa(dtype: torch.dtype, many: bool = False) -> str:
 
 
 @torch.compiler.assume_constant_result
+def rows_isa(dtype: torch.dtype, columns: int, *, kept: bool = False, step: bool = False) -> str:
+    """The instructions that multiply a few tokens by 16-bit rows of so many columns.
+
+    kept: rows without their zeros. step: in a step of decoding, which uses tiles if the processor has them.
+    """
+    return _rows_isa(dtype == torch.bfloat16, columns, kept, step)
+
+
+@cache
+def _rows_isa(*how: bool | int) -> str:
+    return torch.ops.workbench.rows_isa(*how)
+
+
+@torch.compiler.assume_constant_result
 def most_in_loops() -> int:
     """The largest number of tokens for which packed weights are multiplied in loops instead of `tiles`."""
     return _most_in_loops()

@@ -614,6 +614,18 @@ workbench::Product workbench::half_product(const std::string& isa, bool bfloat16
   return {way.items, way.step, way.rows};
 }
 
+// The name of the loops for rows of `in` columns: in a step of decoding, or in products by themselves.
+static std::string rows_isa(bool bfloat16, int64_t in, bool kept, bool step) {
+  const std::string isa = best_isa(bfloat16);
+#ifdef HAVE_AMX
+  if (step && workbench::half_product(isa, bfloat16, in, kept).rows == tiled_rows) return "amx";
+#endif
+#ifdef HAVE_X86
+  if (isa == "avx512bf16" && workbench::x86().slow_pairs) return "avx512";
+#endif
+  return isa;
+}
+
 bool workbench::kept_runs() {
 #ifdef HAVE_X86
   return workbench::x86().vbmi2;
@@ -635,6 +647,7 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def("half_matmul(Tensor x, Tensor[] weights, Tensor?[] biases, str isa) -> Tensor[]");
   m.def("kept_matmul(Tensor x, Tensor mask, Tensor values, Tensor starts, str isa) -> Tensor");
   m.def("kept_rows(Tensor mask, Tensor values, Tensor starts, int begin, int end) -> Tensor");
+  m.def("rows_isa(bool bfloat16, int columns, bool kept, bool step) -> str", rows_isa);
   m.def("kept_runs() -> bool", [] { return workbench::kept_runs(); });
 }
 TORCH_LIBRARY_IMPL(workbench, CPU, m) {

@@ -95,7 +95,7 @@ def sparse_matmul(x: Tensor, w: SparseRows, *, impl: str = "auto") -> Tensor:
     if impl == "reference" or not fits:
         ran("sparse_matmul", "reference")
         return linear(x, dense_rows(w).to(x.dtype))
-    ran("sparse_matmul", f"cpu {native.isa(x.dtype)}")
+    ran("sparse_matmul", f"cpu {native.rows_isa(x.dtype, w.shape[1], kept=True)}")
     return _op(x, w.mask, w.values, w.starts)
 
 

@@ -104,8 +104,11 @@ def step_of(decoder: Decoder, rooms: Sequence[LayerRoom], tokens: int) -> Native
 def _products_of(program: Program, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
     """(op, implementation) for each weight of a program."""
     for weight in {id(w): w for i in program.instructions if isinstance(i, Products) for w in i.weights}.values():
-        op = OPS.get(type(weight.stored), "linear")
-        yield op, f"cpu {native.integers() if op == 'w8a8_matmul' else native.isa(dtype)}"
+        op, kept = OPS.get(type(weight.stored), "linear"), isinstance(weight.stored, SparseRows)
+        if op == "linear" or kept:
+            yield op, f"cpu {native.rows_isa(dtype, weight.shape[1], kept=kept, step=True)}"
+        else:
+            yield op, f"cpu {native.integers() if op == 'w8a8_matmul' else native.isa(dtype)}"
 
 
 def program_of(decoder: Decoder, rooms: Sequence[LayerRoom] | None, tokens: int) -> tuple[Program, nn.Module | None]:

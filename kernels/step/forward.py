@@ -117,7 +117,7 @@ class DecoderForward:
             return linear(x).contiguous()
         weight, tokens = linear.weight, x.numel() // x.shape[-1]
         if rows_fit(weight, tokens) and faster_than_onednn(*weight.shape, tokens, weight.dtype):
-            ran("linear", f"cpu {native.isa(x.dtype)}")
+            ran("linear", f"cpu {native.rows_isa(x.dtype, weight.shape[1])}")
             return products(x, [weight], [linear.bias])[0]
         if better_in_float32(x, weight, linear.bias):
             ran("linear", "cpu float32")

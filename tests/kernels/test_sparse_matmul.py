@@ -69,6 +69,7 @@ def test_formats_multiply_without_zeros_in_16_bits(pattern, dtype):
         y = form.matmul(x)
     assert torch.allclose(y.float(), x.float() @ (W * keep).t(), rtol=0.02, atol=0.2)
     assert ("sparse_matmul" in ran) == (dtype != torch.float32) == (form.plain is None)
+    assert ran.get("sparse_matmul", {"cpu avx512"}) <= {"cpu avx512", "cpu avx512bf16"}
     other = copy.deepcopy(form)
     other.load_state_dict(type(form).from_plain(Dense((W * keep * 2).to(dtype)), keep).state_dict())
     assert torch.allclose(other.matmul(x), 2 * y, rtol=0.02, atol=0.2), "laid out anew"
