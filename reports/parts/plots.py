@@ -288,11 +288,12 @@ def place_of(name: str, position: int) -> tuple[int, str]:
 
 
 def by_kind(layers: Iterable[LayerRecord]) -> dict[str, list[tuple[int, LayerRecord]]]:
-    """The linears of each kind, with the numbers of their blocks."""
+    """The linears of each kind, with the numbers of their blocks; a head stands behind the last block."""
     kinds: dict[str, list[tuple[int, LayerRecord]]] = defaultdict(list)
-    for i, layer in enumerate(layers):
-        block, kind = place_of(layer.name, i)
-        kinds[kind].append((block, layer))
+    placed = [(*place_of(layer.name, -1), layer) for layer in layers]
+    last = max((block for block, *_ in placed), default=-1)
+    for i, (block, kind, layer) in enumerate(placed):
+        kinds[kind].append((block if block >= 0 else last + 1 if last >= 0 else i, layer))
     return kinds
 
 

@@ -736,3 +736,10 @@ def test_earlier_records_must_agree_with_their_own_grid():
     assert ends[1][0] > ends[0][1], "apart"
     assert not run.counts("decode_tokens_per_s", "sparsegpt(ratio=0.5)") and run.counts("decode_tokens_per_s")
     assert typed(record | {"speed_grid": None}).counts("decode_tokens_per_s", "sparsegpt(ratio=0.5)")
+
+
+def test_a_head_stands_behind_the_last_block():
+    names = ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj", "lm_head"]
+    layers = typed({"layers": [{**make_record()["layers"][0], "name": name} for name in names]}).layers
+    places = {kind: [block for block, _ in of] for kind, of in plots.by_kind(layers).items()}
+    assert places == {"mlp.up_proj": [0, 1], "lm_head": [2]}
