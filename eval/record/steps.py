@@ -45,7 +45,8 @@ class Explanation:
         steps = {
             name: StepTimes(one.parts, (one.settings.batch or 1) / one.step_tokens_per_s)
             for name in names
-            if (one := speeds[name]).parts and one.step_tokens_per_s
+            if (one := speeds[name]).parts
+            and _positive(one.step_tokens_per_s, *(part.seconds for part in one.parts.values()))
         }
         if len(steps) < 2 or baseline not in steps:
             return None
@@ -88,6 +89,11 @@ class Explanation:
         if self.disturbed:
             said.append(f"These times are noisy: {self.disturbed}.")
         return said
+
+
+def _positive(*numbers: float | None) -> bool:
+    """Are all of them positive and finite? A record that was edited may hold any number."""
+    return all(number is not None and 0 < number < math.inf for number in numbers)
 
 
 def _share(part: float) -> str:

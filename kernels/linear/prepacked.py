@@ -18,7 +18,14 @@ class PrepackedLinear(nn.Module):
         super().__init__()
         self.packed = lay_out(weight, tokens)
         self.plain = weight.detach().contiguous() if emulates(weight.dtype) else None  # for prompts
-        self.bias = bias
+        self.bias, self._weight = bias, None
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], for code that reads a linear's weight (Mamba's); computed at the first call, and then kept."""
+        if self._weight is None:
+            self._weight = self.packed.to_dense() if self.plain is None else self.plain
+        return self._weight
 
     def forward(self, x: Tensor) -> Tensor:
         if self.plain is not None and better_in_float32(x, self.plain, self.bias):

@@ -14,7 +14,7 @@ from reports.page import evaluation, kv, resources
 from reports.page.render import page, scores_table
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "reports" / "published"
-KEYS = ("tasks", "generation", "speed_grid", "cost", "efficiency")
+KEYS = ("tasks", "generation", "speed_grid", "cost", "efficiency", "speed")
 
 
 def against(baseline: float, value: float, half: float, n: int, wrong: int, right: int, p: float) -> dict:
