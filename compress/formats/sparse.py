@@ -10,7 +10,7 @@ from compress.formats.int_group import IntGroup
 from compress.formats.trained import TrainedFloats, TrainedGroups
 from kernels.sparse_matmul import SparseRows, skips_zeros, sparse_matmul, starts_of
 
-MOST_KEPT = 0.85  # share of the entries up to which the product without zeros is faster, as it reads a mask as well
+MOST_KEPT = 0.85  # share of the entries up to which zeros are skipped; with more, the mask takes what their bytes save
 
 
 class _Unstored:

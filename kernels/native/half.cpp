@@ -350,6 +350,7 @@ Way way() {
 Way way_of(const std::string& wanted, bool bfloat16, bool kept) {
 #ifdef HAVE_X86
   const std::string isa = wanted == "avx512bf16" && workbench::x86().slow_pairs ? "avx512" : wanted;
+  TORCH_CHECK(!kept || workbench::x86().vbmi2, "weights without zeros need AVX512-VBMI2");
   if (kept && isa == "avx512bf16" && bfloat16)
     return way<kept_bf16_avx512bf16::loop, kept_bf16_avx512bf16::STEP, Items::stored>();
   if (kept && isa == "avx512" && bfloat16) return way<kept_bf16_avx512::loop, kept_bf16_avx512::STEP, Items::even_then_odd>();
@@ -357,7 +358,7 @@ Way way_of(const std::string& wanted, bool bfloat16, bool kept) {
 #else
   const std::string& isa = wanted;
 #endif
-  TORCH_CHECK(!kept, "`isa` (='", isa, "') has no loops for weights without zeros");
+  TORCH_CHECK(!kept, "`isa` (='", wanted, "'): this processor has no loops for weights without zeros");
 #ifdef HAVE_X86
   if (isa == "avx512bf16" && bfloat16) return way<bf16_avx512bf16::loop, bf16_avx512bf16::STEP, Items::stored>();
   if (isa == "avx512" && bfloat16) return way<bf16_avx512::loop, bf16_avx512::STEP, Items::even_then_odd>();

@@ -10,7 +10,7 @@ from kernels.cases.products import contest, cpu_copies, dense
 from kernels.int_matmul import pack_bits
 from kernels.linear.onednn import lays_out
 from kernels.linear.rows import products
-from kernels.sparse_matmul import SparseRows, dense_rows, skips_zeros, sparse_matmul, starts_of
+from kernels.sparse_matmul import FEW, SparseRows, dense_rows, skips_zeros, sparse_matmul, starts_of
 from kernels.support.declarations import TOLERANCE, Check, Contest, TimedSizes, times
 
 
@@ -75,7 +75,7 @@ def _contest(x: Tensor, shape: tuple[int, int], share: float) -> Contest:
     small = [sparse_rows(W, torch.rand(shape) < share) for W in rival.weights]
     calls: dict[str, Any] = {"cpu": lambda i: sparse_matmul(x, small[i], impl="cpu")}
     expected = {"cpu": times(x, lambda: dense_rows(small[0]))}
-    if len(x) <= 8:
+    if len(x) <= FEW:
         calls["dense rows"] = lambda i: products(x, [rival.weights[i]], [None])[0]
         expected["dense rows"] = times(x, lambda: rival.weights[0])
     stored = small[0].mask.nbytes + small[0].values.nbytes

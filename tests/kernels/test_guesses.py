@@ -427,3 +427,12 @@ def test_a_draft_that_does_not_gain_rests_longer_and_longer():
     before = written_by(pace, lambda sure: 0.1, 2000)
     assert before > 0.98
     assert written_by(pace, lambda sure: 0.98, 20000) > 1.3, "and guesses again where it does gain"
+
+
+def test_a_draft_of_nan_is_not_sure():
+    pace = DraftPace()
+    assert pace.rate(float("nan")) == pace.rate(0.0)
+    for _ in range(9):
+        pace.note([], 0, 1.0, 0.0)
+    pace.note([float("nan")], 0, 1.0, 0.4)
+    assert pace.rate(float("nan")) < pace.rate(0.4)

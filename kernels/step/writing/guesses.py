@@ -215,7 +215,7 @@ class DraftPace:
             self._next_rest = RETRY
 
     def _gain(self) -> float:
-        """Tokens per time of a step with one token, in the last rounds; each has the median time of all of them."""
+        """Tokens of the last rounds, divided by their time in units of a step with one token; 1 if there were few."""
         if len(self._rounds) < ROUNDS // 2:
             return 1.0
         tokens, times = zip(*self._rounds, strict=True)
@@ -223,7 +223,8 @@ class DraftPace:
 
 
 def _place(sure: float) -> int:
-    return next(i for i, (most, _) in enumerate(SURE) if sure <= most)
+    """The class of a guess; a draft whose logits are NaN is not sure of anything."""
+    return next((i for i, (most, _) in enumerate(SURE) if sure <= most), 0)
 
 
 class Draft:
