@@ -43,10 +43,11 @@ class Explanation:
         alone. baseline: the name of the model in 16 bits."""
         names = [baseline, *(name for name in speeds if name != baseline)] if baseline in speeds else []
         steps = {
-            name: StepTimes(one.parts, (one.settings.batch or 1) / one.step_tokens_per_s)
+            name: StepTimes(one.parts, (one.settings.batch or 1) / speed)
             for name in names
             if (one := speeds[name]).parts
-            and _positive(one.step_tokens_per_s, *(part.seconds for part in one.parts.values()))
+            and (speed := one.step_tokens_per_s)
+            and _positive(speed, *(part.seconds for part in one.parts.values()))
         }
         if len(steps) < 2 or baseline not in steps:
             return None
