@@ -22,6 +22,8 @@ from compress.checkpoint.fits import linears_to_be
 from compress.formats import Dense, bits_of
 from compress.linear import is_linear, sharing_copy
 from compress.method import Method
+from compress.recover.learned import product_dtype
+from compress.recover.teacher import positions
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import micro_batches
 from compress.walk.folds.folding import FoldingMethod
@@ -251,14 +253,16 @@ class _Case:
         weights = sum(out * columns for out, columns in shapes)
         wide = sum(max(shape) for shape in shapes)
         if scope == "model":  # every block keeps data for its gradient, and the loss the logits in float32
-            saved = len(find_blocks(self.model)[1]) * (12 * self._hidden + wide)
+            products = product_dtype(self.model).itemsize
+            saved = len(find_blocks(self.model)[1]) * (4 * 12 * self._hidden + products * wide)
             stored, _ = linears_to_be(self.recipe[:i], self.model)
             held = sum(
-                method.held_copies(name in stored, self.itemsize) * out * columns
+                4 * method.held_copies(name in stored, self.itemsize, products) * out * columns
                 for name, (out, columns) in targets(self.model).items()
             )
-            logits = 4 * tokens * self.model.get_input_embeddings().num_embeddings
-            return int(4 * (tokens * saved + logits + held))
+            vocabulary = self.model.get_input_embeddings().num_embeddings
+            logits = (8 + 2 * products) * min(tokens, positions(vocabulary)) * vocabulary  # and their gradients
+            return int(tokens * saved + logits + held)
         return int(4 * weights * method.working_set[0]) + 3 * 4 * tokens * (8 * self._hidden + wide)
 
     def _folding(self, method: FoldingMethod, shapes: Sequence[tuple[int, int]]) -> int:

@@ -88,15 +88,16 @@ class Method:
         return ""
 
     def trains(self, longest: int) -> tuple[str, int] | None:
-        """The scope of gradients, "block" or "model", and the tokens of an update if the longest calibration batch has
+        """The scope of gradients, "block" or "model", and the tokens of a pass if the longest calibration batch has
         `longest` tokens; None if nothing is trained. Peak memory is predicted from this."""
         return None
 
-    def held_copies(self, stored: bool, itemsize: int) -> float:
+    def held_copies(self, stored: bool, itemsize: int, products: int) -> float:
         """The number of float32 copies of a linear's weight that training of the whole model holds beside the weight.
 
         Args:
             stored: whether an earlier method stores the weight; else it is plain, of a dtype of `itemsize` bytes.
+            products: bytes of a number in matrix products.
         """
         return 0.0
 

@@ -44,6 +44,16 @@ class Trainable(nn.Module):
         """From now on `offsets` stay as they are."""
         self.offsets.requires_grad_(False)
 
+    def keep_zeros(self, kept: Tensor) -> None:
+        """From now on only the `offsets` of these weights, bool [out, in], have gradients."""
+        self.offsets.register_hook(lambda gradient: gradient * kept)
+
+    def collect(self, gradient: Tensor) -> None:
+        """Add what the gradient of `weight()`, [out, in], means for `offsets` and `factors` to their gradients."""
+        with torch.enable_grad():
+            weight = self.weight()
+        weight.backward(gradient.to(weight.dtype))
+
     def stored(self) -> "Format":
         """The trained weight in its original format, with the same number of bytes."""
         raise NotImplementedError

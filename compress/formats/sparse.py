@@ -77,7 +77,7 @@ class Sparse(Format):
         if view is not None:
             store = view.store
             view.store = lambda codes, scale: self.from_plain(store(codes, scale), keep)
-            view.offsets.register_hook(lambda grad: grad * keep)
+            view.keep_zeros(keep)
         return view
 
     def trainable_floats(self) -> TrainedFloats | None:

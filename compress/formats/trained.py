@@ -83,27 +83,37 @@ class TrainedFloats(Trainable):
     """w = W + offset * rms(W), rounded to the dtype in which it is stored; the weights that are not kept stay 0.
 
     Args:
-        W: [out, in], as stored.
-        keep: [out, in] bool, the weights that pruning left; None: all.
+        W: a tensor as stored, which is a weight [out, in] or a vector.
+        keep: bool, of W's shape, the weights that pruning left, all others of which are 0; None: all.
         store: makes the format from a weight [out, in] of W's dtype.
     """
 
-    def __init__(self, W: Tensor, keep: Tensor | None, store: Callable[[Tensor], Format]) -> None:
+    def __init__(self, W: Tensor, keep: Tensor | None = None, store: Callable[[Tensor], Format] | None = None) -> None:
         super().__init__()
         self.store = store
         self.register_buffer("start", W.float())
-        self.register_buffer("keep", keep)
-        self.dtype, self.size = W.dtype, self.start.square().mean().sqrt().item()
+        self.register_buffer("keep", None)
+        self.dtype, self.size = W.dtype, self.start.square().mean().sqrt().clamp_min(1e-8).item()
         self.offsets, self.factors = nn.Parameter(torch.zeros_like(self.start)), None
+        if keep is not None:
+            self.keep_zeros(keep)
+
+    def keep_zeros(self, kept: Tensor) -> None:
+        self.keep = kept if self.keep is None else self.keep & kept
+        super().keep_zeros(kept)
+
+    def collect(self, gradient: Tensor) -> None:
+        by_offsets = gradient.to(torch.float32, copy=True).mul_(self.size)  # in place: several times as fast
+        if self.keep is not None:
+            by_offsets.mul_(self.keep)
+        self.offsets.grad = by_offsets if self.offsets.grad is None else self.offsets.grad.add_(by_offsets)
 
     @property
     def learns(self) -> int:
         return self.offsets.numel() if self.keep is None else int(self.keep.count_nonzero())
 
     def weight(self) -> Tensor:
-        W = self.start + self.size * self.offsets
-        W = W if self.keep is None else W * self.keep
-        return _as_stored(W, self.dtype)
+        return _as_stored(torch.add(self.start, self.offsets, alpha=self.size), self.dtype)
 
     def stored(self) -> Format:
         with torch.no_grad():
@@ -160,7 +170,9 @@ class _Rounded(torch.autograd.Function):
 
 def _as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in float32 as it is in another dtype; gradients pass straight through."""
-    return x if dtype == torch.float32 else x + (x.detach().to(dtype) - x).detach()
+    if dtype == torch.float32 or not x.requires_grad:
+        return x.to(dtype).to(x.dtype)
+    return x + (x.detach().to(dtype) - x).detach()
 
 
 def _round(latent: Tensor, levels: int) -> Tensor:

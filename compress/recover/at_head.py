@@ -26,10 +26,11 @@ class AtHead:
                 break
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """What is given to the head for tokens ids [1, T]: [T, hidden]; or the logits, if the model does not split."""
+        """What is given to the head for tokens ids [n, T]: [n * T, hidden]; or the logits, if the model does not
+        split."""
         if not self.splits:
-            return self.model(input_ids=ids, use_cache=False).logits[0]
-        return self.core(input_ids=ids, use_cache=False).last_hidden_state[0]
+            return self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+        return self.core(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocabulary] in float32 of n rows of `hidden`."""

@@ -16,7 +16,7 @@ from compress.method import Method, knob
 from compress.recover.divergence import LOSSES
 from compress.recover.learned import TRAIN, Changes, learning
 from compress.recover.loop import Loop, Schedule
-from compress.recover.teacher import Teacher
+from compress.recover.teacher import TOKENS, Teacher
 from compress.walk.blocks import check_skip
 from compress.walk.capture import device_of
 from compress.walk.context import Context
@@ -132,14 +132,16 @@ class Distil(Method):
         return "the predictions of the original model, and training"
 
     def trains(self, longest: int) -> tuple[str, int]:
-        return "model", longest
+        return "model", max(longest, min(self.batch, TOKENS // max(longest, 1)) * longest)
 
-    def held_copies(self, stored: bool, itemsize: int) -> float:
-        """The weights in float32, as they are read and as they are stored, their gradients, the optimiser's state, and
-        the best state; with fewer numbers that learn, only some of these have the size of the weights."""
+    def held_copies(self, stored: bool, itemsize: int, products: int) -> float:
+        """The weights as products read them, and their gradients, in the dtype of products; in float32 the weights as
+        they are stored, their gradients, the optimiser's state, and the best state. With fewer numbers that learn, only
+        some of these have the size of the weights."""
+        read = {"scales": 2, "weights": 2, "adapters": 2, "norms": 1}[self.train] * products / 4
         if stored:
-            return {"scales": 5.0, "weights": 9.0, "adapters": 3.0, "norms": 1.0}[self.train]
-        return (6.0 if self.train == "weights" else 0.0) + (itemsize < 4)  # plain weights in float32 are shared
+            return read + {"scales": 3.0, "weights": 7.0, "adapters": 1.0, "norms": 0.0}[self.train]
+        return (read + 4.0 if self.train == "weights" else 0.0) + (itemsize < 4)  # plain float32 weights are shared
 
     def prepare(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> "Prepared":
         """The predictions of the original model.

@@ -8,12 +8,9 @@ SMALLEST = 1e-6  # the least probability that is assumed for all tokens outside 
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Ids and log-probabilities, both [n, count], of the likeliest tokens, in any order, for logits [n, vocabulary].
-
-    They have the largest logits, so that log-probabilities of all other tokens need not be computed.
-    """
-    largest, ids = logits.topk(min(count, logits.shape[-1]), sorted=False)
-    return ids, largest - logits.logsumexp(-1, keepdim=True)
+    """Ids and log-probabilities, both [n, count], of the likeliest tokens, in any order, for logits [n, vocabulary]."""
+    logp, ids = logits.log_softmax(-1).topk(min(count, logits.shape[-1]), sorted=False)
+    return ids, logp
 
 
 def divergence(logits: Tensor, ids: Tensor, logp: Tensor, loss: str = "forward") -> Tensor:
@@ -51,14 +48,14 @@ class _LogProbabilities(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, ids: Tensor) -> Tensor:
-        total = logits.logsumexp(-1, keepdim=True)
-        ctx.save_for_backward(logits, ids, total)
-        return logits.gather(-1, ids) - total
+        logp = logits.log_softmax(-1)
+        ctx.save_for_backward(logp, ids)
+        return logp.gather(-1, ids)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        logits, ids, total = ctx.saved_tensors
-        by_logits = (logits - total).exp_().mul_(-grad.sum(-1, keepdim=True))
+        logp, ids = ctx.saved_tensors
+        by_logits = logp.exp().mul_(-grad.sum(-1, keepdim=True))
         return by_logits.scatter_add_(-1, ids, grad), None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from compress.embedding import CompressedEmbedding
 from compress.formats.base import Format, Trainable
+from compress.formats.trained import TrainedFloats
 from compress.linear import CompressedLinear, compressed_linears, is_linear, replace, weight_of
 from compress.recover.trained_parts import TrainedParts
 from compress.transforms import parted
@@ -43,10 +44,14 @@ class Learned:
     Passes read `leaves`: ordinary tensors that collect gradients. The optimiser moves other numbers, the `latent` ones,
     in relative units, from which `prepare` computes the leaves, rounded as they will be stored, and to which `collect`
     hands the leaves' gradients.
+
+    Args:
+        views: by name of a parameter or of a compressed linear.
+        products: the dtype of matrices while gradients are taken, see `product_dtype`.
     """
 
-    def __init__(self, views: Mapping[str, list["_View"]]) -> None:
-        self.views = views
+    def __init__(self, views: Mapping[str, list["_View"]], products: torch.dtype) -> None:
+        self.views, self.products = views, products
 
     @property
     def latent(self) -> dict[str, nn.Parameter]:
@@ -63,10 +68,14 @@ class Learned:
         """How many numbers learn."""
         return sum(view.count for view in self._every())
 
-    def prepare(self) -> None:
-        """Compute the leaves from the latent numbers, and forget their gradients."""
+    def prepare(self, *, exact: bool = False) -> None:
+        """Compute the leaves from the latent numbers, and forget their gradients.
+
+        Args:
+            exact: matrices have the dtype of passes; else that of products, to which every pass would cast them.
+        """
         for view in self._every():
-            view.prepare()
+            view.prepare(self.products if view.leaf.dim() == 2 and not exact else view.dtype)
 
     def collect(self) -> None:
         """Turn the gradients of the leaves into those of the latent numbers."""
@@ -79,24 +88,31 @@ class Learned:
 
 
 class _View:
-    """One tensor that learns: a leaf, the function that computes it, the numbers on which the function depends, and how
-    many of them learn."""
+    """One tensor that learns: a leaf, the function that computes it, and the trained tensors of which it is the sum,
+    apart from what does not learn."""
 
-    def __init__(
-        self, leaf: nn.Parameter, compute: Callable[[], Tensor], latent: Mapping[str, nn.Parameter], count: int
-    ) -> None:
-        self.leaf, self.compute, self.latent, self.count = leaf.requires_grad_(), compute, latent, count
+    def __init__(self, leaf: nn.Parameter, compute: Callable[[], Tensor], trained: Mapping[str, Trainable]) -> None:
+        self.leaf, self.compute, self.trained, self.dtype = leaf.requires_grad_(), compute, trained, leaf.dtype
+        self.latent = {
+            f"{key}.{name}": number
+            for key, view in trained.items()
+            for name, number in view.named_parameters()
+            if number.requires_grad
+        }
+        self.count = sum(view.learns for view in trained.values())
 
-    def prepare(self) -> None:
-        with torch.no_grad():
-            self.leaf.copy_(self.compute())
+    @torch.no_grad()
+    def prepare(self, dtype: torch.dtype) -> None:
         self.leaf.grad = None
+        if self.leaf.dtype != dtype:
+            self.leaf.data = torch.empty_like(self.leaf, dtype=dtype)
+        self.leaf.copy_(self.compute())
 
+    @torch.no_grad()
     def collect(self) -> None:
         if self.leaf.grad is not None:
-            with torch.enable_grad():
-                value = self.compute()
-            torch.autograd.backward(value, self.leaf.grad.to(value.dtype))
+            for view in self.trained.values():
+                view.collect(self.leaf.grad)
             self.leaf.grad = None
 
 
@@ -123,6 +139,7 @@ class DistilledLinear(TrainedParts):
             rest = original - sum(part.dequantize() for i, part in enumerate(linear.parts) if i != first)
             views[first] = linear.parts[first].trainable(rest) or views[first]
         super().__init__(linear, views, keep_zeros=keep_zeros, apart=unrounded)
+        self.dtype = dtype
         fixed = [part.dequantize() for i, part in unrounded.items() if i not in views]
         self.rest_before = sum(fixed, torch.zeros(()))
         self.W = nn.Parameter(self.weight().detach().to(dtype), requires_grad=False)
@@ -137,14 +154,14 @@ class DistilledLinear(TrainedParts):
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.W.dtype
-        with torch.autocast(kind, enabled=False):  # what rounds inputs does it in their own dtype
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.dtype
+        with torch.autocast(kind, enabled=False):  # what turns and rounds inputs does it in the dtype of passes
             return self._forward(x, dtype)
 
     def _forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The output, of x's dtype; the products have this dtype."""
+        """The output, of this dtype, which is that of the products."""
         before, rounding = parted(self.stands_for.transform)
-        turned = x
+        turned = x if not before and rounding is None else x.to(self.dtype)
         for step in before:
             turned = step(turned)
         rounded = turned if rounding is None else turned + (rounding(turned) - turned).detach()
@@ -156,7 +173,7 @@ class DistilledLinear(TrainedParts):
                 exact = self.stands_for(x.to(self.stands_for.dtype)).to(y.dtype)
                 exact = exact if self.b is None else exact - self.stands_for.bias.to(y.dtype)
             y = y + (exact - y).detach()
-        return (y if self.b is None else y + self.b.to(y.dtype)).to(x.dtype)
+        return y if self.b is None else y + self.b.to(y.dtype)
 
     def stored(self) -> CompressedLinear:
         linear = super().stored()
@@ -240,7 +257,7 @@ def learning(
         undo.enter_context(_cast(model, dtype, before))
         views = {name: [_of_floats(model.get_parameter(name), value)] for name, value in before.items()}
         views |= {name: _views_of(stand, train if inside[name] else "") for name, stand in stands.items()}
-        yield Learned(views), lambda: _changes(before, views, stands)
+        yield Learned(views, product_dtype(model)), lambda: _changes(before, views, stands)
 
 
 @contextmanager
@@ -286,23 +303,15 @@ def _learns(model: nn.Module, name: str, parameter: nn.Parameter, train: str, in
 def _views_of(stand: DistilledLinear, train: str) -> list[_View]:
     views = []
     for leaf, compute, is_apart in ((stand.W, stand.weight, False), (stand.W_before, stand.weight_before, True)):
-        own = {i: view for i, view in stand.views.items() if (i in stand.apart) == is_apart}
+        own = {str(i): view for i, view in stand.views.items() if (i in stand.apart) == is_apart}
         if own:
-            latent = {f"{i}.{key}": p for i, v in own.items() for key, p in v.named_parameters() if p.requires_grad}
-            views.append(_View(leaf, compute, latent, sum(view.learns for view in own.values())))
+            views.append(_View(leaf, compute, own))
     if stand.b is not None and train and stand.b.any():
         views.append(_of_floats(stand.b, stand.stands_for.bias))
     return views
 
 
 def _of_floats(leaf: nn.Parameter, start: Tensor) -> _View:
-    """A view of floats that are stored in the dtype of `start`; they move in units of their root mean square."""
-    value = start.detach().float()
-    size = value.square().mean().sqrt().clamp_min(1e-8)
-    moved = nn.Parameter(torch.zeros_like(value))
-
-    def compute() -> Tensor:
-        new = value + size * moved
-        return new + (new.detach().to(start.dtype) - new).detach()
-
-    return _View(leaf, compute, {"moved": moved}, moved.numel())
+    """A view of floats that are stored in the dtype of `start`."""
+    floats = TrainedFloats(start.detach())
+    return _View(leaf, floats.weight, {"floats": floats})

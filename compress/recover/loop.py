@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from compress.recover.at_head import AtHead
 from compress.recover.divergence import divergence
 from compress.recover.learned import Learned, fast_products
-from compress.recover.teacher import POSITIONS, Teacher
+from compress.recover.teacher import Teacher, positions, together
 from compress.walk.capture import device_of
 from compress.walk.finite import NotFinite
 from compress.walk.parallel.ranks import progress_bar
@@ -92,6 +92,7 @@ class Loop:
         self.schedule, self.name, self.store = schedule, name, store
         self.device, self.latent = device_of(model), learned.latent
         self.trained = len(windows) - schedule.held_out
+        self.rows = positions(model.get_input_embeddings().num_embeddings)
         self.optimizer = torch.optim.AdamW(self.latent.values(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.state = Training(steps=schedule.steps)
         self.best = {key: p.detach().clone() for key, p in self.latent.items()}
@@ -99,7 +100,7 @@ class Loop:
 
     def run(self) -> Training:
         """Train, and say how it went."""
-        self.learned.prepare()
+        self.learned.prepare(exact=True)
         self.at_head = AtHead(self.model)
         self._resume()
         state = self.state
@@ -125,7 +126,7 @@ class Loop:
             progress.set_postfix_str(f"{loss}held out {last:.4f} (at first {state.curve[0].divergence:.4f})")
         progress.close()
         self._load(self.best)
-        self.learned.prepare()
+        self.learned.prepare(exact=True)
         allowed = 60 * self.schedule.minutes
         over = allowed and self.schedule.spent + state.seconds > LATE * allowed
         late = (
@@ -152,19 +153,14 @@ class Loop:
         state, batch = self.state, min(self.schedule.batch, self.trained)
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.rate * _warm(state.step, state.steps)
-        total, tokens = 0.0, 0
-        for i in range(state.step * batch, (state.step + 1) * batch):
-            window = self._window(i)
-            loss = self._backward(window)
-            tokens += self.windows[window].shape[1]
-            if not math.isfinite(loss):
-                state.ended = f"the loss of update {state.step + 1} was {loss}"
+        numbers = [self._window(i) for i in range(state.step * batch, (state.step + 1) * batch)]
+        total = 0.0
+        for several in together([self.windows[i] for i in numbers], batch):
+            total += self._backward([numbers[i] for i in several], batch)
+            if not math.isfinite(total):
+                state.ended = f"the loss of update {state.step + 1} was {total}"
                 return
-            total += loss / batch
         self.learned.collect()
-        for parameter in self.latent.values():
-            if parameter.grad is not None:
-                parameter.grad /= batch
         norm = nn.utils.clip_grad_norm_(self.latent.values(), LARGEST_GRADIENT).item()
         if not math.isfinite(norm):
             state.ended = f"the gradient of update {state.step + 1} was {norm}"
@@ -172,7 +168,7 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.learned.prepare()
-        state.step, state.tokens = state.step + 1, state.tokens + tokens
+        state.step, state.tokens = state.step + 1, state.tokens + sum(self.windows[i].shape[1] for i in numbers)
         self.losses.append(total)
 
     def _window(self, i: int) -> int:
@@ -181,18 +177,20 @@ class Loop:
         order = torch.randperm(self.trained, generator=torch.Generator().manual_seed(turn))
         return self.schedule.held_out + int(order[place])
 
-    def _backward(self, window: int) -> float:
-        """The loss of a window; its gradients are added to those of the leaves."""
+    def _backward(self, numbers: Sequence[int], batch: int) -> float:
+        """What windows of one length, which one pass takes, add to the mean loss of an update of `batch` windows; its
+        gradients are added to those of the leaves."""
         with torch.enable_grad():
             with fast_products(self.model):
-                hidden = self.at_head.hidden(self.windows[window].to(self.device))
+                hidden = self.at_head.hidden(torch.cat([self.windows[i] for i in numbers]).to(self.device))
             given, total = hidden.detach().requires_grad_(), 0.0
-            ids, logp = self.teacher.of(window, self.device)
-            pieces = zip(given.split(POSITIONS), ids.split(POSITIONS), logp.split(POSITIONS), strict=True)
+            ids, logp = map(torch.cat, zip(*(self.teacher.of(i, self.device) for i in numbers), strict=True))
+            pieces = zip(*(x.split(self.rows) for x in (given, ids, logp)), strict=True)
             for piece, its_ids, its_logp in pieces:
                 with fast_products(self.model):
                     logits = self.at_head.logits(piece)
-                loss = divergence(logits, its_ids, its_logp, self.schedule.loss).sum() / len(ids)
+                share = len(numbers) / (len(ids) * batch)  # of a position in the mean over tokens and windows
+                loss = divergence(logits, its_ids, its_logp, self.schedule.loss).sum() * share
                 loss.backward()
                 total += loss.item()
             hidden.backward(given.grad)
@@ -205,7 +203,7 @@ class Loop:
         for window in range(self.schedule.held_out):
             hidden = self.at_head.hidden(self.windows[window].to(self.device))
             ids, logp = self.teacher.of(window, self.device)
-            pieces = zip(hidden.split(POSITIONS), ids.split(POSITIONS), logp.split(POSITIONS), strict=True)
+            pieces = zip(*(x.split(self.rows) for x in (hidden, ids, logp)), strict=True)
             total += sum(divergence(self.at_head.logits(h), *teacher).sum().item() for h, *teacher in pieces)
             tokens += len(ids)
         return total / tokens
@@ -213,7 +211,9 @@ class Loop:
     def _check(self) -> None:
         """Score the held-out windows, remember the best state, keep all of it on disk, and see whether to go on."""
         state, start = self.state, time.perf_counter()
+        self.learned.prepare(exact=True)
         score = self._score()
+        self.learned.prepare()
         loss = sum(self.losses) / len(self.losses) if self.losses else None
         best = state.curve[_best(state.curve)].divergence if state.curve else math.inf
         state.seconds += time.perf_counter() - start

@@ -17,7 +17,27 @@ from compress.walk.resume import BlockStore
 from kernels.linear import fast_linear
 
 KEPT = 128  # likeliest tokens of a position that are kept, with their log-probabilities
-POSITIONS = 128  # positions whose logits are in memory at once
+POSITIONS = 128  # positions whose logits are in memory at once, or more if they are fewer numbers than LOGITS together
+LOGITS = 1 << 25
+TOKENS = 1024  # most tokens of a pass over several windows
+AT_ONCE = 4  # most windows of such a pass of the original
+
+
+def positions(vocabulary: int) -> int:
+    """For how many positions the logits are in memory at once."""
+    return max(POSITIONS, LOGITS // vocabulary)
+
+
+def together(windows: Sequence[Tensor], most: int) -> list[list[int]]:
+    """The numbers of windows that one pass takes, in order: at most so many, of one length, with few tokens together.
+
+    Weights are read, and cast, once for all of them."""
+    passes: list[list[int]] = []
+    for i, window in enumerate(windows):
+        length, last = window.shape[1], passes[-1] if passes else []
+        fits = last and windows[last[0]].shape[1] == length and len(last) < min(most, TOKENS // length)
+        last.append(i) if fits else passes.append([i])
+    return passes
 
 
 class Teacher:
@@ -50,19 +70,26 @@ class Teacher:
         first, device, count = self.store.finished(len(windows)), device_of(model), len(windows)
         start = time.perf_counter() - (self.store.about(first - 1)["seconds"] if first else 0.0)
         at_head = AtHead(model)
-        with fast_linear(), fast_products(model):
-            for i in progress_bar(range(first, len(windows)), desc="predictions of the original", unit="window"):
-                if seconds and i >= least and time.perf_counter() - start > seconds:
-                    count = i
+        rows = positions(model.get_input_embeddings().num_embeddings)
+        passes = [several for several in together(windows, AT_ONCE) if several[-1] >= first]
+        progress = progress_bar(total=len(windows), initial=first, desc="predictions of the original", unit="window")
+        with progress, fast_linear(), fast_products(model):
+            for several in passes:
+                if seconds and several[0] >= least and time.perf_counter() - start > seconds:
+                    count = several[0]
                     break
-                hidden = at_head.hidden(windows[i].to(device))
-                pieces = [likeliest(at_head.logits(piece), KEPT) for piece in hidden.split(POSITIONS)]
-                ids, logp = (torch.cat(both).cpu() for both in zip(*pieces, strict=True))
-                if not logp.isfinite().all():
-                    raise NotFinite(
-                        f"the original model's predictions for window {i} of the training text are NaN or infinite"
-                    )
-                self.store.put(i, {"ids": ids.int(), "logp": logp}, {"seconds": time.perf_counter() - start})
+                hidden = at_head.hidden(torch.cat([windows[i] for i in several]).to(device))
+                pieces = [likeliest(at_head.logits(piece), KEPT) for piece in hidden.split(rows)]
+                both = (torch.cat(parts).cpu().chunk(len(several)) for parts in zip(*pieces, strict=True))
+                for i, ids, logp in zip(several, *both, strict=True):
+                    if not logp.isfinite().all():
+                        raise NotFinite(
+                            f"the original model's predictions for window {i} of the training text are NaN or infinite"
+                        )
+                    if i >= first:  # an earlier run may have ended between the windows of a pass
+                        kept = {"ids": ids.int().contiguous(), "logp": logp.contiguous()}
+                        self.store.put(i, kept, {"seconds": time.perf_counter() - start})
+                        progress.update()
         self.store.put(len(windows), {}, {"windows": count, "seconds": time.perf_counter() - start})
 
     def written(self, windows: int) -> tuple[int, float]:

@@ -30,8 +30,7 @@ class TrainedParts(StandIn):
         self.views, self.apart = dict(views), apart
         for i, view in self.views.items():
             if keep_zeros and view.offsets.requires_grad and not linear.parts[i].exact:
-                kept = linear.parts[i].dequantize() != 0
-                view.offsets.register_hook(lambda gradient, kept=kept: gradient * kept)
+                view.keep_zeros(linear.parts[i].dequantize() != 0)
         fixed = [p.dequantize() for i, p in enumerate(linear.parts) if i not in self.views and i not in apart]
         self.rest = sum(fixed, torch.zeros(()))
 

@@ -29,7 +29,14 @@ def test_sizes_are_read_as_people_write_them():
             bytes_of(wrong)
 
 
-def test_the_prediction_follows_what_is_asked(tiny, tokens):
+@pytest.fixture
+def steady(monkeypatch):
+    """The process takes the same memory in every prediction."""
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=10**9))
+    monkeypatch.setattr(memory.psutil, "Process", lambda: process)
+
+
+def test_the_prediction_follows_what_is_asked(tiny, tokens, steady):
     model = tiny("llama")
     few, many = tokens(4, 100), tokens(400, 100)
 
@@ -48,10 +55,9 @@ def test_the_prediction_follows_what_is_asked(tiny, tokens):
     assert predicted(parse_recipe("smoothquant"), on_disk, few).predicted_disk > bits[2]
 
 
-def test_the_prediction_follows_what_drops_leave(tiny, tokens, monkeypatch):
+def test_the_prediction_follows_what_drops_leave(tiny, tokens, steady, monkeypatch):
     """Training of plain weights holds six copies of what is left; what is cut is in memory beside what is left of it."""
-    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=10**9))
-    monkeypatch.setattr(memory.psutil, "Process", lambda: process)
+    monkeypatch.setattr(memory, "product_dtype", lambda model: torch.float32)
     model, text = tiny("llama", hidden_size=256, intermediate_size=4096), tokens(4, 24)
 
     def added(recipe: str) -> int:

@@ -285,9 +285,9 @@ def test_a_rate_that_diverges_leaves_the_best_state(peaked, tokens):
 def test_nan_names_the_update(peaked, tokens, monkeypatch):
     backward, count = loop.Loop._backward, [0]
 
-    def breaks(self, window):
+    def breaks(self, *which):
         count[0] += 1
-        return math.nan if count[0] > 8 else backward(self, window)
+        return math.nan if count[0] > 4 else backward(self, *which)
 
     monkeypatch.setattr(loop.Loop, "_backward", breaks)
     (record,) = apply(f"rtn(bits=3, group_size=16), distil({QUICK})", peaked(), tokens(12, 24)).recoveries
@@ -319,7 +319,7 @@ class Clock:
         model.model.layers[0].register_forward_hook(self._count)
 
     def _count(self, _, args, output):
-        self.now += args[0].shape[1] / 24
+        self.now += args[0].shape[:2].numel() / 24
 
     def perf_counter(self):
         return self.now
@@ -333,9 +333,9 @@ def test_training_within_minutes_goes_through_the_text_about_once(train, backwar
     model = peaked()
     clock, once = Clock(model), loop.Loop._backward
 
-    def slower(self, window):
-        clock.now += backward
-        return once(self, window)
+    def slower(self, numbers, batch):
+        clock.now += backward * len(numbers)
+        return once(self, numbers, batch)
 
     monkeypatch.setattr(loop.Loop, "_backward", slower)
     for module in (loop, predictions):
@@ -367,7 +367,39 @@ def test_predictions_of_a_killed_process_count_in_its_minutes(peaked, tokens, mo
     clock.now = 1000.0
     killed.write(model, text, least=2, seconds=20)
     assert 12 < whole.written(40)[0] < 24
-    assert killed.written(40) == pytest.approx(whole.written(40), abs=1)
+    assert killed.written(40) == pytest.approx(whole.written(40), abs=predictions.AT_ONCE)
+    for i in range(12, killed.written(40)[0]):
+        of_both = zip(killed.of(i, torch.device("cpu")), whole.of(i, torch.device("cpu")), strict=True)
+        assert all(torch.equal(*both) for both in of_both)
+
+
+def test_windows_that_one_pass_takes():
+    """Of one length each, in order, and no more tokens than a pass may have, unless one window has more."""
+    lengths = [256, 256, 256, 200, 256, 600, 600, 2048, 2048, 256, 256]
+    windows = [torch.zeros(1, length) for length in lengths]
+    assert predictions.together(windows, 2) == [[0, 1], [2], [3], [4], [5], [6], [7], [8], [9, 10]]
+    assert predictions.together(windows[:3], 4) == [[0, 1, 2]] and predictions.together([], 4) == []
+
+
+def test_an_update_of_several_windows_is_the_mean_of_theirs(peaked, tokens, tmp_path, monkeypatch):
+    """Gradients of two windows of one length and one of another are those of three passes."""
+    monkeypatch.setattr("compress.recover.learned.product_dtype", lambda model: torch.float32)
+    model, text = apply("rtn(bits=3, group_size=16)", peaked(), tokens(2, 24)).model, [*tokens(2, 24), *tokens(1, 16)]
+    teacher = predictions.Teacher(BlockStore(tmp_path))
+    teacher.write(peaked(), text, least=1)
+    how = {"steps": 4, "minutes": 0, "batch": 3, "rate": 1e-3, "loss": "forward", "held_out": 0}
+    gradients = []
+    for passes in (loop.together, lambda windows, most: [[i] for i in range(len(windows))]):
+        with learning(model, "scales", "") as (learned, _):
+            training = loop.Loop(model, learned, text, teacher, loop.Schedule(**how), name="", store=None)
+            learned.prepare()
+            training.at_head = AtHead(model)
+            for several in passes(text, 3):
+                training._backward(several, 3)
+            learned.collect()
+            gradients.append({name: number.grad.clone() for name, number in learned.latent.items()})
+    for name, gradient in gradients[0].items():
+        assert torch.allclose(gradient, gradients[1][name], rtol=1e-3, atol=1e-6), name
 
 
 @pytest.mark.slow
