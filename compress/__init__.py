@@ -13,6 +13,7 @@ from compress.activations.gather import Gather
 from compress.activations.int8 import Int8
 from compress.activations.llm_int8 import LLMInt8
 from compress.activations.smoothquant import SmoothQuant
+from compress.activations.teal import Teal
 from compress.apply import apply
 from compress.checkpoint import load_compressed, resize, save_compressed
 from compress.correction.low_rank import LowRank
@@ -83,7 +84,7 @@ METHODS |= {
     "expert_drop": ExpertDrop,
     "width": Width,
     "low_rank": LowRank, "outlier_entries": Outliers, "salient_signs": SalientSigns,
-    "rotate": Rotate, "flatquant": FlatQuant, "gather": Gather, "activations": Activations,
+    "rotate": Rotate, "flatquant": FlatQuant, "gather": Gather, "activations": Activations, "teal": Teal,
     "smoothquant": SmoothQuant, "int8": Int8, "fp8": FP8, "llm_int8": LLMInt8, "bnb_int8": BitsandbytesInt8,
     "random_kv": RandomEviction, "streaming": Streaming, "knorm": KNorm, "keydiff": KeyDiff, "h2o": H2O, "tova": TOVA,
     "snapkv": SnapKV, "gemfilter": GemFilter, "expected_attention": ExpectedAttention, "kvzip": KVzip, "kvzap": KVzap,

@@ -10,10 +10,11 @@ from compress.transforms.kronecker import Kronecker
 from compress.transforms.permutation import Permutation
 from compress.transforms.rotation import Hadamard, Orthogonal, Rotation
 from compress.transforms.rounding import Rounding
+from compress.transforms.threshold import Threshold
 
 __all__ = [
     "TRANSFORMS", "ChainedTransform", "Hadamard", "Kronecker", "Orthogonal", "Permutation", "Rotation", "Rounding",
-    "Transform", "followed_by", "make_transform", "orders", "parted", "same_transform",
+    "Threshold", "Transform", "followed_by", "make_transform", "orders", "parted", "same_transform",
 ]  # fmt: skip
 
 
@@ -41,7 +42,7 @@ class ChainedTransform(Transform):
 
 # By the names that checkpoints use.
 TRANSFORMS: dict[str, type[Transform]] = {
-    one.name: one for one in (ChainedTransform, Hadamard, Kronecker, Orthogonal, Permutation, Rounding)
+    one.name: one for one in (ChainedTransform, Hadamard, Kronecker, Orthogonal, Permutation, Rounding, Threshold)
 }
 
 

@@ -39,6 +39,7 @@ ROWS = {
     "flatquant": {"steps": 2},
     "gather": {},
     "activations": {"bits": 8, "group_size": 16},
+    "teal": {"ratio": 0.05},
     "int8": {"activations": "tensor"},
     "fp8": {"weights": "block"},
     "llm_int8": {"threshold": 2.0},
@@ -66,7 +67,13 @@ EXACT = {
 }
 WEIGHTS = [name for name, method in METHODS.items() if method.stage != "cache"]
 COARSE = {"qmoe"}  # three values a row: far from the original in a tiny model
-AS_IT_WAS = {"rotate", "flatquant", "gather", "activations"}  # they keep what was stored before, or the weight itself
+AS_IT_WAS = {
+    "rotate",
+    "flatquant",
+    "gather",
+    "activations",
+    "teal",
+}  # they keep what was stored before, or the weight itself
 STORING = [name for name, method in METHODS.items() if issubclass(method, LayerwiseMethod)]
 
 
