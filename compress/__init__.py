@@ -48,6 +48,7 @@ from compress.kv.storing.zipvl import ZipVL
 from compress.method import METHODS, Method
 from compress.pruning.expert_drop import ExpertDrop
 from compress.pruning.layer_drop import LayerDrop
+from compress.pruning.layer_skip import LayerSkip
 from compress.pruning.magnitude import Magnitude
 from compress.pruning.random_choice import RandomChoice
 from compress.pruning.sparsegpt import SparseGPT
@@ -81,7 +82,7 @@ METHODS |= {
     "qtip": QTIP, "qmoe": QMoE, "squeezellm": SqueezeLLM, "any_precision": AnyPrecision, "bitstack": BitStack,
     "finequant": FineQuant, "svd": SVD, "mixed": Mixed, "tune": Tune, "distil": Distil,
     "magnitude": Magnitude, "random": RandomChoice, "wanda": Wanda, "sparsegpt": SparseGPT, "layer_drop": LayerDrop,
-    "expert_drop": ExpertDrop,
+    "layer_skip": LayerSkip, "expert_drop": ExpertDrop,
     "width": Width,
     "low_rank": LowRank, "outlier_entries": Outliers, "salient_signs": SalientSigns,
     "rotate": Rotate, "flatquant": FlatQuant, "gather": Gather, "activations": Activations, "teal": Teal,

@@ -266,7 +266,7 @@ def _turned_by(
         for call in calls:
             before, middle = call.hidden, None
             if apart:
-                with _without(block, ["mlp"], outputs):
+                with without(block, ["mlp"], outputs):
                     middle = run_block(block, call, index, device).to(before.device)
             after = run_block(block, call, index, device).to(before.device)
             tokens += before[..., 0].numel()
@@ -297,7 +297,7 @@ def outputs_of(block: nn.Module, call: Call, index: int, device: torch.device) -
 
 
 @contextmanager
-def _without(block: nn.Module, kinds: Sequence[str], outputs: dict[str, int]):
+def without(block: nn.Module, kinds: Sequence[str], outputs: dict[str, int]):
     kept = {name: block.get_submodule(name) for kind in kinds for name in parts_of(block)[kind]}
     for kind in kinds:
         drop_part(block, kind, outputs)
@@ -312,7 +312,7 @@ def _check_residual(
     block: nn.Module, call: Call, index: int, device: torch.device, outputs: dict[str, int], there: list[str], name: str
 ) -> None:
     try:
-        with _without(block, there, outputs):
+        with without(block, there, outputs):
             rest = run_block(block, call, index, device).to(call.hidden.device)
     except Exception as error:  # what is left needs what its attention and MLP give
         raise ValueError(

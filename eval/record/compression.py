@@ -81,6 +81,32 @@ class DropRecord:
 
 
 @dataclass(frozen=True)
+class DepthRow:
+    """The work of one block of the original model; a row of the record's `depth`. Means over the same tokens.
+
+    attention, mlp: the length of what this part adds to the residual stream, relative to the length of the stream
+        before it; None if the block has no such part. attention_cosine, mlp_cosine: of both.
+    turned: 1 - cosine between the stream before and after the block, the score of `layer_drop`.
+    later: if the block is skipped, the largest relative change, ||change|| / ||contribution||, of what a later block
+        adds; None for the last block.
+    output: KL of the predictions without the block from those of the whole model, nats per token.
+    lens, lens_agreement: of the predictions that the final norm and the head make of the stream behind this block
+        (the logit lens): KL of them from those of the whole model, and the share of tokens with the same likeliest one.
+    """
+
+    block: int | None
+    attention: float | None
+    attention_cosine: float | None
+    mlp: float | None
+    mlp_cosine: float | None
+    turned: float | None
+    later: float | None
+    output: float | None
+    lens: float | None
+    lens_agreement: float | None
+
+
+@dataclass(frozen=True)
 class RecoveryPoint:
     """A score of a model during its recovery.
 

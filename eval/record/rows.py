@@ -14,6 +14,7 @@ from typing import Any
 from eval.record import noise
 from eval.record.compression import (
     AllocationRecord,
+    DepthRow,
     DropRecord,
     FoldRecord,
     LayerRecord,
@@ -155,6 +156,7 @@ class RunRecord:
     inputs: dict[str, dict[str, Magnitudes]]
     folds: tuple[FoldRecord, ...]
     drops: tuple[DropRecord, ...]
+    depth: tuple[DepthRow, ...]
     recoveries: dict[str, tuple[RecoveryRecord, ...]]
     allocation: AllocationRecord | None
     search: SearchRecord | None

@@ -24,6 +24,8 @@ Its shape (more keys are welcome, these keep their names):
     serving      what was asked, predicted and measured of weights and caches within a memory
                  (`eval.record.serving.ServingRecord`); null in other runs
     cache        measurements of compressed KV caches (`eval.record.measured.CacheMeasurements`); null in other runs
+    depth        [{block, attention, mlp, turned, later, output, lens, ...}]   the work of every block of the original
+                 model (`eval.record.compression.DepthRow`); null if it was not measured
     strengths    {lines: [{recipe, points: [{value, removed_parameters, dropped, seconds, scores}]}]}   recipes that
                  were scored, but not timed, with {} replaced by each of these values
     kept         [{name, shape, bytes, reason}]

@@ -15,6 +15,7 @@ from reports.compare.variants import variants
 from reports.page import (
     allocation,
     answers,
+    depth,
     evaluation,
     folds,
     inputs,
@@ -121,6 +122,7 @@ def _context(run: RunRecord) -> dict[str, Any]:
         "inputs": inputs.context(run.inputs),
         "folds": folds.context(run.folds),
         "pruned": pruning.context(run),
+        "deep": depth.context(run),
         "allocated": allocation.context(run),
         "recovered": recovery.context(run),
         "lossless": lossless.context(run),

@@ -32,6 +32,7 @@ ROWS = {
     "wanda": {"pattern": "3:4"},
     "sparsegpt": {"ratio": 0.2, "bits": 8, "group_size": 16, "min_tokens": 8},
     "layer_drop": {"target": "mlp", "count": 1},
+    "layer_skip": {"speed": 1.4},
     "width": {"ratio": 0.25, "multiple": 1},
     "expert_drop": {"ratio": 0.25},
     "smoothquant": {"alpha": 0.6},

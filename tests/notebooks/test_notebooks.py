@@ -167,7 +167,8 @@ EXPECTED = {
     "smoothquant": ({"compare": "", "skip": FIRST, "write_tokens": 0}, "eight_bit", 35, expect_smoothquant),
     "rotations": ({"transform": f"flatquant(steps=1, skip={FEW!r})", "weight_bits": 16, "skip": FEW, "beside": "",
                    "seqlen": 64, "write_tokens": 0}, "dense", 7, expect_rotations),
-    "pruning": ({"recipe": f"wanda(skip='{FIRST}')", "compare": "", "write_tokens": 0}, "bitmap", 35, expect_pruning),
+    "pruning": ({"recipe": f"wanda(skip='{FIRST}')", "compare": "", "write_tokens": 0, "depth_windows": 0}, "bitmap", 35,
+                expect_pruning),
     "search": ({"choices": "rtn(bits={3,8}, group_size=64)", "max_bytes": "264.5MB", "skip": FEW, "compare": "",
                 "loss_tokens": 128, "write_tokens": 0}, "int_group", 7, expect_search),
     "lossless": ({"recipe": f"rtn(bits=3, skip='{FEW}')", "compare": f"coarse: rtn(bits=2, skip='{FEW}')",
@@ -435,6 +436,7 @@ def test_pruning_takes_whole_recipes(tmp_path, monkeypatch, run_cells):
     assert shown.count("<img") == 3 and "Dropped: the MLPs" in shown
     html = (tmp_path / "run" / "report.html").read_text()
     assert "Accuracy against strength" in html and "random(pattern={})" in html and "half" in html
+    assert [row["block"] for row in made["depth"]] == [0, 1] and "How the model uses its depth" in html
     assert "<td" in cells["curve"]._repr_html_()
     points = sorted((tmp_path / "work" / "strengths").glob("*.json"))
     assert len(points) == 4

@@ -17,7 +17,7 @@ from eval.record.schema import read_record
 from reports.compare.compare import compare_page, leaderboard
 from reports.compare.index import index_page
 from reports.compare.outcome import RunOutcome
-from reports.page import search, serving
+from reports.page import depth, search, serving
 from reports.page.folds import figures
 from reports.page.render import page, render
 from reports.parts.text import public
@@ -83,6 +83,9 @@ SERVED = {
     "weights": {"a": "rtn"}, "caches": {"b": "kv_int"}, "windows": 2, "scored": 4, "batch": 7,
 }  # fmt: skip
 
+WORK = {"block": 3, "attention": 0.2, "attention_cosine": 0.1, "mlp": 0.3, "mlp_cosine": 0.1, "turned": 0.2, "later": 1.1,
+        "output": 0.4, "lens": 2.0, "lens_agreement": 0.3}  # fmt: skip
+
 
 def places(value, at=()):
     """The keys that lead to every value of a record."""
@@ -94,6 +97,7 @@ def places(value, at=()):
 
 @pytest.mark.parametrize("name, part, context", [
     ("search", SEARCHED, search.context), ("serving", SERVED, serving.context),
+    ("depth", [{**WORK, "block": block} for block in range(4)], depth.context),
 ])  # fmt: skip
 def test_no_damaged_choice_breaks_its_part_of_a_page(name, part, context, monkeypatch):
     """Each value in turn is missing, of another type, 0, or out of range, and in the end all numbers are."""
