@@ -23,7 +23,7 @@ from kernels.support.declarations import OWN, Contest
 from kernels.support.errors import kind_and_first_line
 
 CPU = torch.device("cpu")
-CPU_OPS = ("linear", "prompt_attention", "sparse_matmul")  # not in kernels.support.declarations: CPUs alone have them
+CPU_OPS = ("linear", "prompt_attention")  # not in kernels.support.declarations: CPUs alone have them
 
 
 def linear_contest(tokens: int, columns: int) -> Contest:

@@ -1,52 +1,23 @@
 """`sparse_matmul`: y = x Wᵀ with a weight in 16 bits whose zeros are not stored. See README.md."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.capability import described
 from kernels.int_matmul import unpack_bits
+from kernels.interpreter import triton_takes
 from kernels.linear import linear
 from kernels.registry import ran
+from kernels.sparse_matmul.layout import SparseRows, starts_of
 
-__all__ = ["COLUMNS", "SparseRows", "dense_rows", "skips_zeros", "sparse_matmul", "starts_of"]
+__all__ = ["COLUMNS", "SparseRows", "dense_rows", "skips_zeros", "sparse_matmul", "starts_of", "triton_fits"]
 
-IMPLS = ("auto", "reference", "cpu")
+IMPLS = ("auto", "reference", "cpu", "triton")
 DTYPES = (torch.bfloat16, torch.float16)
 COLUMNS = 32  # the loops take so many at a time
 FEW = 8  # largest number of tokens for which weights are put to their places in registers rather than in memory
 SLAB = 1 << 20  # weights that are put to their places in memory at a time; 2 MB stay in a cache near the core
-
-
-@dataclass(frozen=True)
-class SparseRows:
-    """W [out, in], of which only some entries are kept.
-
-    mask: uint8 [out, in / 8], low bits first, 1 for an entry that is kept. values: [kept], row by row, left to right,
-        bfloat16 or float16. starts: int64 [out + 1], the first value of each row, and their number.
-    """
-
-    mask: Tensor
-    values: Tensor
-    starts: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)"""
-        return len(self.mask), 8 * self.mask.shape[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the values."""
-        return self.values.dtype
-
-
-def starts_of(mask: Tensor) -> Tensor:
-    """The first kept entry of each row of a mask [out, in / 8], and the number of all: int64 [out + 1]."""
-    starts = torch.zeros(len(mask) + 1, dtype=torch.int64, device=mask.device)
-    torch.cumsum(unpack_bits(mask, 1, 8 * mask.shape[1]).sum(1, dtype=torch.int64), 0, out=starts[1:])
-    return starts
 
 
 def skips_zeros(dtype: torch.dtype, device: torch.device, columns: int) -> bool:
@@ -70,8 +41,8 @@ def sparse_matmul(x: Tensor, w: SparseRows, *, impl: str = "auto") -> Tensor:
         x: [..., in], in the dtype of the values; any strides; may be empty.
         w: [out, in].
         impl: "reference" (puts the zeros back and multiplies; any device, has gradients), "cpu" (C++: up to 8 tokens
-            entries are put to their places in registers; for more, rows are put together in memory, some at a time), or
-            "auto": "cpu" if available.
+            entries are put to their places in registers; for more, rows are put together in memory, some at a time),
+            "triton" (CUDA, or the interpreter: in registers up to 64 tokens), or "auto": "cpu" if available.
 
     Returns:
         [..., out] in x's dtype
@@ -92,11 +63,30 @@ def sparse_matmul(x: Tensor, w: SparseRows, *, impl: str = "auto") -> Tensor:
             f"`impl` (='cpu') needs a CPU with AVX512-VBMI2, the C++ kernels, 16-bit tensors without gradients and "
             f"in_features that {COLUMNS} divides, not {x.dtype} {list(x.shape)} on {x.device}"
         )
+    if impl == "triton":
+        _check_triton(x, w)
+        from kernels.sparse_matmul import triton
+
+        ran("sparse_matmul", "triton")
+        return triton.sparse_matmul(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[0])
     if impl == "reference" or not fits:
         ran("sparse_matmul", "reference")
         return linear(x, dense_rows(w).to(x.dtype))
     ran("sparse_matmul", f"cpu {native.rows_isa(x.dtype, w.shape[1], kept=True)}")
     return _op(x, w.mask, w.values, w.starts)
+
+
+def triton_fits(device: torch.device, dtype: torch.dtype, columns: int) -> bool:
+    """Does the Triton kernel take 16-bit tensors of this dtype, on this device, with so many columns?"""
+    return triton_takes(device) and dtype in DTYPES and columns % 8 == 0
+
+
+def _check_triton(x: Tensor, w: SparseRows) -> None:
+    if not triton_fits(x.device, x.dtype, w.shape[1]) or (torch.is_grad_enabled() and x.requires_grad):
+        raise ValueError(
+            f"`impl` (='triton') needs triton, a CUDA tensor or TRITON_INTERPRET=1, and 16-bit tensors without "
+            f"gradients, not {x.dtype} on {described(x.device)}"
+        )
 
 
 def dense_rows(w: SparseRows) -> Tensor:

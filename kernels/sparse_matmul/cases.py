@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.cases.products import contest, cpu_copies, dense
+from kernels.cases.products import contest, copies_of, cpu_copies, dense
 from kernels.int_matmul import pack_bits
+from kernels.interpreter import triton_takes
 from kernels.linear.onednn import lays_out
 from kernels.linear.rows import products
-from kernels.sparse_matmul import FEW, SparseRows, dense_rows, skips_zeros, sparse_matmul, starts_of
+from kernels.sparse_matmul import FEW, SparseRows, dense_rows, skips_zeros, sparse_matmul, starts_of, triton_fits
 from kernels.support.declarations import TOLERANCE, Check, Contest, TimedSizes, times
 
 
@@ -55,19 +56,45 @@ def _check(name: str, x: Tensor, w: SparseRows, W: Tensor) -> Check:
         lambda impl: sparse_matmul(x, w, impl=impl),
         lambda: x.double() @ W.double().t(),
         TOLERANCE[x.dtype],
-        ("cpu",) if skips_zeros(x.dtype, x.device, w.shape[1]) else (),
+        _impls(x, w),
     )
+
+
+def _impls(x: Tensor, w: SparseRows) -> tuple[str, ...]:
+    cpu = ("cpu",) if skips_zeros(x.dtype, x.device, w.shape[1]) else ()
+    return (*cpu, "triton") if triton_fits(x.device, x.dtype, w.shape[1]) else cpu
 
 
 @torch.no_grad()
 def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
-    """Comparison with the dense products: oneDNN's, and for few tokens the loops that a step of decoding uses."""
+    """Comparison with the dense products: oneDNN's or cuBLAS's, and on a CPU for few tokens the loops that a step of
+    decoding uses."""
+    if device.type == "cuda" or (toy and triton_takes(device)):
+        for shape in asked.shapes or (((96, 256),) if toy else ((4096, 4096), (14336, 4096))):
+            for tokens in asked.tokens or ((2,) if toy else (1, 16, 64, 512)):
+                for share in (0.5,) if toy else (0.5, 0.3):
+                    x = torch.randn(tokens, shape[1], device=device, dtype=asked.dtype)
+                    yield _gpu(x, shape, share, 2 if toy else copies_of(2 * shape[0] * shape[1]))
+        return
     if not skips_zeros(asked.dtype, device, 32) or not lays_out(asked.dtype):
         return
     for shape in asked.shapes or (((96, 256),) if toy else ((1536, 576), (8192, 2048))):
         for tokens in asked.tokens or ((2,) if toy else (1, 4, 512)):
             for share in (0.5,) if toy else (0.5, 0.3):
                 yield _contest(torch.randn(tokens, shape[1]).to(asked.dtype), shape, share)
+
+
+def _gpu(x: Tensor, shape: tuple[int, int], share: float, copies: int) -> Contest:
+    from kernels.sparse_matmul.triton import FEW, candidates, key
+
+    rival = dense(x, shape, copies)
+    small = [sparse_rows(W, torch.rand(shape, device=x.device) < share) for W in rival.weights]
+    calls: dict[str, Any] = {"triton": lambda i: sparse_matmul(x, small[i], impl="triton")}
+    expected = {"triton": times(x, lambda: dense_rows(small[0]))}
+    w, tokens = small[0], len(x)
+    tuned = {"tune_key": key(w, tokens), "candidates": candidates(w, tokens)} if tokens <= FEW else {}
+    stored = w.mask.nbytes + w.values.nbytes
+    return contest("sparse_matmul", f"{1 - share:.0%} zeros", x, shape, stored, calls, expected, rival, **tuned)
 
 
 def _contest(x: Tensor, shape: tuple[int, int], share: float) -> Contest:

@@ -16,7 +16,7 @@ from torch import Tensor
 # By value: what a budget leaves out are the last ones.
 OPS = (
     "int_matmul", "kv_decode", "w8a8_matmul", "w4a8_matmul", "lut_matmul", "hadamard", "gptq_block", "gram",
-    "trellis_matmul", "step",
+    "trellis_matmul", "sparse_matmul", "step",
 )  # fmt: skip
 
 # Relative root mean square errors allowed against float64 on the same quantised operands.

@@ -128,6 +128,7 @@ def test_contests_name_every_contestant():
         (torch.randn(2, 40, dtype=torch.bfloat16), {}, "in_features"),
         (torch.randn(2, 64, dtype=torch.bfloat16), {"impl": "gpu"}, "`impl` (='gpu')"),
         (torch.randn(2, 64, dtype=torch.bfloat16, requires_grad=True), {"impl": "cpu"}, "without gradients"),
+        (torch.randn(2, 64, dtype=torch.bfloat16), {"impl": "triton"}, "a CUDA tensor or TRITON_INTERPRET=1"),
     ],
 )
 def test_wrong_input_is_refused(x, how, word):
