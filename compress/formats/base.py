@@ -200,6 +200,10 @@ class Format(nn.Module):
         """
         return None
 
+    def trainable_scales(self) -> Trainable | None:
+        """A differentiable view of this weight in which scales alone move, if it has none in which codes could."""
+        return None
+
     def trainable_factors(self) -> Trainable | None:
         """A differentiable view of this weight if it is a product of two factors in floats."""
         return None

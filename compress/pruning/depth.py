@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from compress.dropped import parts_of
 from compress.pruning.layer_drop import outputs_of, without
 from compress.walk.blocks import find_blocks
-from compress.walk.capture import Call, Tail, block_calls, on_device, run_block
+from compress.walk.capture import Call, Tail, block_calls, device_of, on_device, run_block
 from eval.record.compression import DepthRow
 from kernels.linear import fast_linear
 
@@ -59,7 +59,7 @@ def measure_depth(model: nn.Module, batches: Sequence[Tensor], windows: int = 2)
         return Depth()
     _, blocks = find_blocks(model)
     text = [batch[:, :TOKENS] for batch in batches[:windows]]
-    calls, tail, device = block_calls(model, blocks, text), Tail(model, blocks, text), next(model.parameters()).device
+    calls, tail, device = block_calls(model, blocks, text), Tail(model, blocks, text), device_of(model)
     rows, streams = [], [[call.hidden.float() for call in calls]]
     with fast_linear():
         own = [copy.copy(call) for call in calls]

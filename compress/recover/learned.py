@@ -190,9 +190,9 @@ def _trainable(part: Format, train: str) -> Trainable | None:
         return None
     view = part.trainable()
     if train == "weights":
-        return part.trainable_floats() if view is None else view
+        return part.trainable_floats() or part.trainable_scales() if view is None else view
     if view is None or view.factors is None:
-        return None
+        return part.trainable_scales()
     view.fix_codes()
     return view
 

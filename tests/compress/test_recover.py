@@ -22,6 +22,7 @@ from compress.recover.divergence import divergence, likeliest
 from compress.recover.learned import DistilledLinear, learning
 from compress.transforms import ChainedTransform, Hadamard, Rounding
 from compress.walk.resume import BlockStore
+from compress.weights.qtip import qtip, signs_for
 from kernels.w8a8_matmul import quantize_weight
 
 QUICK = "steps=12, minutes=0, batch=2"
@@ -124,10 +125,34 @@ def test_the_stand_computes_as_the_stored_linear(stored, transform):
     assert torch.equal(again.dequantize(), linear.dequantize()) and again.nbytes == linear.nbytes
 
 
+def test_factors_of_walks_have_the_gradients_of_the_weight():
+    """Those of row and column, by differences; and the stored weight is the one that was trained."""
+    W = torch.randn(24, 32)
+    stored = qtip(W, None, signs_for(32, 0), bits=3, states=12)
+    view, G = stored.trainable_scales(), torch.randn(24, 32)
+    assert torch.equal(view.weight(), stored.dequantize()) and view.stored().nbytes == stored.nbytes
+    view.row, view.column = view.row.float(), view.column.float()  # differences are smaller than bfloat16's steps
+    view.collect(G)
+    for parameter in (view.offsets, view.factors):
+        for i in (0, 7):
+            losses = []
+            for step in (1e-2, -1e-2):
+                parameter.data[i] = step
+                losses.append((view.weight() * G).sum().item())
+            parameter.data[i] = 0
+            assert parameter.grad[i].item() == pytest.approx((losses[0] - losses[1]) / 2e-2, rel=1e-2, abs=1e-3)
+    view = stored.trainable_scales()
+    with torch.no_grad():
+        view.offsets += 0.1 * torch.randn(24)
+        view.factors += 0.1 * torch.randn(32)
+    assert torch.equal(view.stored().dequantize(), view.weight()) and torch.equal(view.stored().codes, stored.codes)
+
+
 @pytest.mark.parametrize(
     "recipe",
     [
         "rtn(bits=3, group_size=16)",
+        "qtip(bits=2, states=12, min_tokens=8)",
         pytest.param("rtn(bits=4, group_size=16, grid=iq4_nl, scale_dtype=int6)", marks=pytest.mark.slow),
         "rotate, rtn(bits=3, group_size=16), activations(bits=8)",
     ],

@@ -8,6 +8,7 @@ from torch import Tensor
 from compress.formats.base import AsStored
 from compress.formats.stored import Stored
 from compress.formats.trellis.rotation import turn, turn_back
+from compress.formats.trellis.trained import TrainedFactorsOfWalks
 from kernels.int_matmul import pack_bits, unpack_bits
 from kernels.trellis_matmul import Trellis, decode, length_for, trellis_matmul
 from kernels.trellis_matmul.layout import BITS, LONGEST, PANEL, STATES
@@ -59,6 +60,13 @@ class TrellisWeight(AsStored):
     def dequantize(self) -> Tensor:
         values = decode(self._trellis(self.row.float())) * self.column.float()
         return turn_back(values, self._signs())
+
+    def trainable_scales(self) -> TrainedFactorsOfWalks:
+        def store(row: Tensor, column: Tensor) -> TrellisWeight:
+            return TrellisWeight(self.shape, self.codes, row, column, self.signs, bits=self.bits, states=self.states)
+
+        V = decode(self._trellis(torch.ones_like(self.row, dtype=torch.float32)))
+        return TrainedFactorsOfWalks(V, self.row, self.column, self._signs(), store)
 
     @property
     def packed(self) -> Trellis:
