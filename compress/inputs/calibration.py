@@ -29,6 +29,12 @@ class Batches(list[Tensor]):
         """At most `count` further windows of the same corpus, the same ones in the same order for any count."""
         return self.cut(self.left[:count])
 
+    def beyond(self, count: int) -> "Batches":
+        """The same batches, whose further windows are those after the first `count` ones."""
+        same = Batches(self)
+        same.identity, same.cut, same.left = self.identity, self.cut, self.left[count:]
+        return same
+
     def _repr_html_(self) -> str:
         i = self.identity
         return (

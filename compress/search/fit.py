@@ -17,6 +17,8 @@ from compress.allocation.budget import bytes_beside
 from compress.allocation.predictions import divergence
 from compress.apply import apply
 from compress.linear import sharing_copy
+from compress.plan import plan
+from compress.recover.distil import Distil
 from compress.result import Result
 from compress.search.choices import search_method
 from compress.search.library import (
@@ -42,6 +44,7 @@ ROUNDS = 3
 TINY = 1e-9  # the least divergence that counts, nats per token
 POINTS = 12  # of the front
 NEAR = 2.0  # a model with one choice everywhere is made if it is predicted to be at most this much worse
+TRAINED = 3  # models that are trained, and ranked again
 PLACES = ("blocks", "embedding")
 
 
@@ -81,6 +84,7 @@ def fit(
     *,
     method: Mixed | None = None,
     timer: Timer | None = None,
+    minutes: float = 0.0,
     device: str | None = None,
     work_path: str | Path | None = None,
 ) -> Fit:
@@ -99,6 +103,8 @@ def fit(
         method: the choices, of `search_method`; None: a standard set.
         timer: times models that decode, in turns (`eval.speed.speed.timer`); needed if a speed is limited or
             optimised, and not used otherwise.
+        minutes: if above 0, the best models that keep the limits, at most three, are made again and trained so long by
+            `distil`, on other text than their divergence is measured on, and ranked again.
         device, work_path: as for `apply`. Measured losses and times are kept in the user's cache folder.
 
     Raises:
@@ -111,10 +117,13 @@ def fit(
         raise ValueError("`fit` times models, and several processes would find different choices: run one process")
     method = method or search_method()
     how: dict[str, Any] = {"device": device, "work_path": work_path}
+    training = Distil(minutes=minutes) if minutes else None
     check_library(model, batches, method, most=wishes.max_bytes, device=device)
+    if training:
+        plan([method, training], model, batches, device=device)
     times = _times(model, method, wishes, timer)
     library = measure_library(model, batches, method, device=device)
-    return _Search(model, batches, wishes, library, times, timer, how).run()
+    return _Search(model, batches, wishes, library, times, timer, training, how).run()
 
 
 def _times(model: PreTrainedModel, method: Mixed, wishes: Wishes, timer: Timer | None) -> Times | None:
@@ -161,11 +170,13 @@ class _Search:
         library: Library,
         times: Times | None,
         timer: Timer | None,
+        training: Distil | None,
         how: Mapping[str, Any],
     ) -> None:
         self.model, self.batches, self.wishes, self.library, self.times, self.timer, self.how = (
             model, batches, wishes, library, times, timer, how,
         )  # fmt: skip
+        self.training = training
         self.program = LayersProgram(library.costs(times))
         self.factor = 1.0  # measured divergence of a whole model / sum of its layers' losses
         self.slower = 1.0, 1.0  # measured time of a whole model / predicted time, of decoding and of prompts
@@ -189,6 +200,9 @@ class _Search:
             self.rounds[index] = replace(self.rounds[index], uniform=True)
         elif uniform and self._near(uniform):
             self._make(uniform, uniform=True)
+        if self.training:
+            for index in self._ranked()[:TRAINED]:
+                self._train(index, self.training)
         return Fit(*self._best(uniform))
 
     @property
@@ -232,6 +246,16 @@ class _Search:
         self.made.append((result, chosen))
         return self.rounds[-1]
 
+    def _train(self, index: int, training: Distil) -> None:
+        """Make one of the models again, and train it on text without the windows on which it is measured."""
+        before, (_, chosen) = self.rounds[index], self.made[index]
+        text = self.batches.beyond(len(self.windows)) if hasattr(self.batches, "beyond") else self.batches
+        recipe = [self.library.recipe(chosen, self.model), training]
+        result = apply(recipe, sharing_copy(self.model), text, **self.how)
+        kl, size = divergence(self.expected, self._logits(result.model)), bytes_beside(result.model, {})
+        self.rounds.append(replace(before, divergence=kl, bytes=size, minutes=training.minutes))
+        self.made.append((result, chosen))
+
     def _excess(self, one: SearchRound) -> dict[str, float]:
         """How far a model is beyond each limit that predictions can miss, as a logarithm; below 0: it is within."""
         excess = {}
@@ -258,13 +282,19 @@ class _Search:
         best = min(value[self._aim](self._point(chosen)) for chosen in made or [chosen for _, chosen in self.made])
         return value[self._aim](self._point(uniform)) <= NEAR * best
 
-    def _best(self, uniform: dict[str, str] | None) -> tuple[Result, SearchRecord]:
+    def _ranked(self) -> list[int]:
+        """The numbers of the models that were made, the best first: of those that keep the limits, or, if none does, of
+        all by how near they come."""
         rounds = self.rounds
         within = [i for i, one in enumerate(rounds) if self._keeps(one)]
-        aim = {"loss": lambda i: rounds[i].divergence, "bytes": lambda i: rounds[i].point.bytes,
-               "decode": lambda i: -(rounds[i].decode or rounds[i].point.decode or 0)}[self._aim]  # fmt: skip
-        nearest = min(range(len(rounds)), key=lambda i: max(self._excess(rounds[i]).values(), default=0.0))
-        index = min(within, key=aim) if within else nearest
+        if not within:
+            return sorted(range(len(rounds)), key=lambda i: max(self._excess(rounds[i]).values(), default=0.0))
+        aim = {"loss": lambda one: 0, "bytes": lambda one: one.point.bytes,
+               "decode": lambda one: -(one.decode or one.point.decode or 0)}[self._aim]  # fmt: skip
+        return sorted(within, key=lambda i: (aim(rounds[i]), rounds[i].divergence))
+
+    def _best(self, uniform: dict[str, str] | None) -> tuple[Result, SearchRecord]:
+        rounds, index = self.rounds, self._ranked()[0]
         result, chosen = self.made[index]
         record = SearchRecord(
             max_bytes=self.wishes.max_bytes,

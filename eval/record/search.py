@@ -26,6 +26,7 @@ class SearchRound:
         decode, prefill: tokens per second as predicted, times what the model reached as a multiple of the prediction,
             both relative to the original in the same turns; None: it was not timed.
         uniform: is it the model with one choice for all linears in blocks, and one for the embedding and the head?
+        minutes: of distillation after the compression; 0: none.
     """
 
     point: SearchPoint
@@ -35,6 +36,7 @@ class SearchRound:
     decode: float | None = None
     prefill: float | None = None
     uniform: bool = False
+    minutes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,28 @@ class SearchRecord:
         start = f"The best recipe within the limits that has one choice for all linears is {self.uniform}"
         if self.rounds[self.kept].uniform:
             return f"{start}. It is the model that was kept."
-        made = next((one for one in self.rounds if one.uniform), None)
+        made = next((one for one in self.rounds if one.uniform and not one.minutes), None)
         if made is not None:
             size = f"{(made.bytes or made.point.bytes) / 1e6:.1f} MB"
             return f"{start}. Its divergence on the same windows is {made.divergence:.4f} nats per token in {size}."
         point = self.uniform_point
         predicted = f"{point.loss:.4f} nats per token in {point.bytes / 1e6:.1f} MB"
         return f"{start}. It is predicted to lose {predicted}, too far behind to be made."
+
+    def after_training(self) -> str:
+        """What training changed, in a sentence; "" if nothing was trained."""
+        trained = [one for one in self.rounds if one.minutes]
+        if not trained:
+            return ""
+        said = []
+        for own in trained:
+            before = [one.divergence for one in self.rounds if one.point == own.point and not one.minutes]
+            said.append(f"from {min(before):.4f} to {own.divergence:.4f}" if before else f"to {own.divergence:.4f}")
+        best = "The best one was" if len(trained) == 1 else f"The {len(trained)} best ones were"
+        return (
+            f"{best} made again and trained for {trained[0].minutes:g} minutes each by distil: the divergence went "
+            f"{', '.join(said)} nats per token."
+        )
 
     def sentences(self) -> list[str]:
         """What was asked, found and measured, for readers."""
@@ -141,13 +158,14 @@ class SearchRecord:
         predicted = ", ".join([f"{kept.point.bytes / 1e6:.1f} MB", *speeds])
         mix = ", ".join(f"{count} × {text}" for text, count in self.used.items() if count)
         windows = "windows that are not the calibration's" if self.held_out else "windows of the calibration itself"
-        made = "One model was" if len(self.rounds) == 1 else f"{len(self.rounds)} models were"
+        count = sum(not one.minutes for one in self.rounds)
+        made = "One model was" if count == 1 else f"{count} models were"
         return [
             f"The limits are: {', '.join(filter(None, limits))}. Within them, the search looked for the "
             f"{aim[self.minimised]}.",
             f"{made} made. The prediction for the chosen one is {predicted}; its divergence on {windows} is "
             f"{kept.divergence:.4f} nats per token.",
             f"Linears by choice: {mix}.",
-            *filter(None, [self.beside_uniform()]),
+            *filter(None, [self.after_training(), self.beside_uniform()]),
             *self.broken(),
         ]

@@ -8,12 +8,13 @@ import itertools
 import pytest
 import torch
 
-from compress import METHODS, Wishes, apply, fit, load_compressed, save_compressed
+from compress import METHODS, Wishes, apply, calibration, fit, load_compressed, load_model, save_compressed
 from compress.allocation.predictions import ScaledLoss
 from compress.checkpoint.fits import check_save_format
 from compress.formats import bits_of
 from compress.linear import compressed_linears
 from compress.recipe import parse_recipe
+from compress.recover.distil import Prepared
 from compress.search.choices import STANDARD, search_method
 from compress.search.library import measure_library, measure_times
 from compress.search.program import NAMES, Costs, LayersProgram
@@ -390,6 +391,32 @@ def test_a_table_for_the_embedding_may_be_chosen(model, batches, monkeypatch):
     chosen = "".join("e" if "." not in name or "head" in name or "embed" in name else "c" for name in shapes)
     result = apply([METHODS["mixed"](choices=choices, chosen=chosen)], model, batches)
     assert {one.format for one in result.layers} == {"int_group", "codebook"}
+
+
+def test_the_best_models_are_trained_and_ranked_again():
+    """On other text than they are measured on; what was made without training stays in the record."""
+    model, tokenizer = load_model("tiny")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # its predictions become less uniform
+            parameter.mul_((20.0 if "embed" in name else 5.0) if parameter.dim() == 2 else 1.0)
+    batches, seen = calibration(tokenizer, samples=4, seqlen=64), []
+    limit = Wishes(max_bytes=6.5e6)
+    before = fit(model, batches, limit, method=chooser()).record
+    at = Prepared.at
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Prepared, "at", lambda store, text, held_out: seen.extend(text) or at(store, text, held_out))
+        found = fit(model, batches, limit, method=chooser(), minutes=0.05)
+    trained = [one for one in found.record.rounds if one.minutes]
+    assert 1 <= len(trained) <= 3 and found.record.rounds[: len(before.rounds)] == before.rounds
+    kept = found.record.rounds[found.record.kept]
+    assert kept.divergence == min(one.divergence for one in found.record.rounds) and kept.bytes <= limit.max_bytes
+    assert kept.minutes and [step.name for step in found.result.recipe] == ["mixed", "distil"]
+    measured = {tuple(window[0].tolist()) for window in batches.further(4)}
+    read = [tuple(window[0].tolist()) for window in seen]
+    assert len(read) > 20 and not measured & set(read)
+    assert "made again and trained for 0.05 minutes each by distil" in repr(found)
+    with pytest.raises(ValueError, match=r"`minutes` .*-1"):
+        fit(model, batches, limit, method=chooser(), minutes=-1.0)
 
 
 def test_the_page_shows_what_was_asked_predicted_and_measured(model, batches):

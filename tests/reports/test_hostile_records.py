@@ -67,7 +67,8 @@ POINT = {"bytes": 2_000_000, "loss": 0.1, "decode": 90.0, "prefill": 900.0}
 LAYER = {"name": "a", "choice": "rtn", "bytes": 9, "loss": 0.1, "fewer": [7, 0.2], "more": [11, 0.05]}
 SEARCHED = {
     "max_bytes": 2e6, "min_decode": 80.0, "min_prefill": 800.0, "max_kl": 0.2, "minimised": "loss", "kept": 0,
-    "rounds": [{"point": POINT, "factor": 1.1, "divergence": 0.1, "bytes": 2_000_000, "decode": 88.0, "prefill": 8.0}],
+    "rounds": [{"point": POINT, "factor": 1.1, "divergence": 0.1, "bytes": 2_000_000, "decode": 88.0, "prefill": 8.0,
+                "minutes": minutes} for minutes in (0.0, 2.0)],
     "front": [POINT] * 3, "choices": ["rtn"], "decode_ratio": {"rtn": 2.0}, "prefill_ratio": {"rtn": 2.0},
     "original": [50.0, 500.0], "layers": 1, "used": {"rtn": 7}, "uniform": "rtn", "uniform_point": POINT,
     "picked": [LAYER],

@@ -22,7 +22,7 @@ WISHES = {  # limits of `fit`: parameters of its notebook
     "max_kl": "largest divergence from the original, nats per token",
 }
 _ARGUMENTS = {"model_name": "MODEL", "recipe": "RECIPE", "save_path": "--out", SAVE_FORMAT: "--format"}
-_ARGUMENTS |= {name: f"--{name.replace('_', '-')}" for name in WISHES}
+_ARGUMENTS |= {name: f"--{name.replace('_', '-')}" for name in (*WISHES, "minutes")}
 
 
 def declare(command, verb: str) -> argparse.ArgumentParser:
@@ -38,6 +38,8 @@ def declare(command, verb: str) -> argparse.ArgumentParser:
     if verb == "fit":
         for name, help in WISHES.items():
             parser.add_argument(_ARGUMENTS[name], metavar="LIMIT", default="", help=help)
+        trained = "minutes of training of each of the best models, at most three, which are then ranked again"
+        parser.add_argument("--minutes", metavar="MINUTES", default="0", help=trained)
     parser.add_argument("--out", metavar="DIR", required=True, help="new folder for the model, its record and its page")
     parser.add_argument(
         "--format",
@@ -60,6 +62,7 @@ def given(options: argparse.Namespace) -> list[list[str]]:
     asked = {"model_name": options.model, "save_path": options.out, SAVE_FORMAT: _format(options.format)}
     if options.verb == "fit":
         asked |= {name: getattr(options, name) or ("0" if name == "max_kl" else "") for name in WISHES}
+        asked["minutes"] = options.minutes
         asked = {"choices": _standard(options.format), **dict(options.parameter), **asked}
     else:
         asked["recipe"] = options.recipe
