@@ -17,9 +17,11 @@ from compress.walk.finite import NotFinite
 from compress.walk.parallel.ranks import progress_bar
 from compress.walk.resume import BlockStore
 from eval.record.compression import RecoveryPoint
+from kernels.huge_pages import freed_memory_kept, heap_in_huge_pages
 
 WARM_UP = 0.05  # share of the updates in which the rate rises to its full size
 TIMED = (3, 12)  # updates after which their number within a budget of minutes is taken from the time of the latest ones
+SETTLED = 2  # updates after which the process holds all the memory that training takes
 CHECKS = 10  # most scores of the held-out windows during training, beside that before it
 SCORING = 0.2  # the largest share of the time of updates that these scores take
 LATE = 1.25  # share of the minutes from which on a run says that they were too few
@@ -100,6 +102,10 @@ class Loop:
 
     def run(self) -> Training:
         """Train, and say how it went."""
+        with freed_memory_kept():
+            return self._run()
+
+    def _run(self) -> Training:
         self.learned.prepare(exact=True)
         self.at_head = AtHead(self.model)
         self._resume()
@@ -108,11 +114,14 @@ class Loop:
             self._check()
         progress = progress_bar(total=state.steps, initial=state.step, desc=self.name, unit="update")
         times: list[float] = []
+        began = state.step
         while state.step < state.steps and not state.ended:
             start = time.perf_counter()
             self._update()
             state.seconds += time.perf_counter() - start
             times.append(time.perf_counter() - start)
+            if state.step == began + SETTLED and self.device.type == "cpu":
+                heap_in_huge_pages()
             if state.step in TIMED and self.schedule.minutes:
                 timed = times[1:] or times  # the first update takes longer than others
                 self._fit(sum(timed) / len(timed))

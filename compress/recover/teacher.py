@@ -14,6 +14,7 @@ from compress.walk.capture import device_of
 from compress.walk.finite import NotFinite
 from compress.walk.parallel.ranks import progress_bar
 from compress.walk.resume import BlockStore
+from kernels.huge_pages import freed_memory_kept
 from kernels.linear import fast_linear
 
 KEPT = 128  # likeliest tokens of a position that are kept, with their log-probabilities
@@ -73,7 +74,7 @@ class Teacher:
         rows = positions(model.get_input_embeddings().num_embeddings)
         passes = [several for several in together(windows, AT_ONCE) if several[-1] >= first]
         progress = progress_bar(total=len(windows), initial=first, desc="predictions of the original", unit="window")
-        with progress, fast_linear(), fast_products(model):
+        with progress, freed_memory_kept(), fast_linear(), fast_products(model):
             for several in passes:
                 if seconds and several[0] >= least and time.perf_counter() - start > seconds:
                     count = several[0]
