@@ -48,6 +48,11 @@ class Trainable(nn.Module):
         """From now on only the `offsets` of these weights, bool [out, in], have gradients."""
         self.offsets.register_hook(lambda gradient: gradient * kept)
 
+    def on_turned_inputs(self) -> Callable[[Tensor], Tensor] | None:
+        """Make `weight` and `collect` those of the product with inputs [..., in] that the returned map has turned, if
+        that is quicker than turning the weight; None: inputs stay as they are."""
+        return None
+
     def collect(self, gradient: Tensor) -> None:
         """Add what the gradient of `weight()`, [out, in], means for `offsets` and `factors` to their gradients."""
         with torch.enable_grad():

@@ -139,7 +139,8 @@ class DistilledLinear(TrainedParts):
             rest = original - sum(part.dequantize() for i, part in enumerate(linear.parts) if i != first)
             views[first] = linear.parts[first].trainable(rest) or views[first]
         super().__init__(linear, views, keep_zeros=keep_zeros, apart=unrounded)
-        self.dtype = dtype
+        self.dtype, alone = dtype, self.views.get(0) if len(linear.parts) == 1 else None
+        self.turn = alone.on_turned_inputs() if alone is not None else None
         fixed = [part.dequantize() for i, part in unrounded.items() if i not in views]
         self.rest_before = sum(fixed, torch.zeros(()))
         self.W = nn.Parameter(self.weight().detach().to(dtype), requires_grad=False)
@@ -165,7 +166,8 @@ class DistilledLinear(TrainedParts):
         for step in before:
             turned = step(turned)
         rounded = turned if rounding is None else turned + (rounding(turned) - turned).detach()
-        y = F.linear(rounded.to(dtype), self.W.to(dtype))
+        read = rounded if self.turn is None else self.turn(rounded.to(self.dtype))
+        y = F.linear(read.to(dtype), self.W.to(dtype))
         if self.W_before is not None:
             y = y + F.linear(turned.to(dtype), self.W_before.to(dtype))
         if self.by_itself:  # a part that rounds its input itself

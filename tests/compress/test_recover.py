@@ -22,7 +22,7 @@ from compress.recover.divergence import divergence, likeliest
 from compress.recover.learned import DistilledLinear, learning
 from compress.transforms import ChainedTransform, Hadamard, Rounding
 from compress.walk.resume import BlockStore
-from compress.weights.qtip import qtip, signs_for
+from compress.weights.qtip import qtip, signs_for, turn
 from kernels.w8a8_matmul import quantize_weight
 
 QUICK = "steps=12, minutes=0, batch=2"
@@ -95,6 +95,7 @@ STORED = {
     "integers": lambda W: [IntGroup.from_codes(W.mul(4).round().clamp(-4, 3).add(4).to(torch.uint8), torch.full((24, 4), 0.25), None, bits=3, group_size=8)],
     "a table": lambda W: [CodebookGroup.from_codes(W.mul(4).round().clamp(-4, 3).add(4).to(torch.uint8), torch.randn(8), torch.full((24, 4), 0.5), group_size=8)],
     "integers and a dense part": lambda W: [*STORED["integers"](W), Dense(0.1 * torch.randn(24, 32))],
+    "walks": lambda W: [qtip(W, None, signs_for(32, 0), bits=3, states=12)],
     "half zeros": lambda W: [Bitmap.from_plain(Dense(W * (W > 0)), W > 0)],
 }  # fmt: skip
 TRANSFORMS = {
@@ -141,6 +142,12 @@ def test_factors_of_walks_have_the_gradients_of_the_weight():
                 losses.append((view.weight() * G).sum().item())
             parameter.data[i] = 0
             assert parameter.grad[i].item() == pytest.approx((losses[0] - losses[1]) / 2e-2, rel=1e-2, abs=1e-3)
+    view.on_turned_inputs()
+    before = [parameter.grad.clone() for parameter in (view.offsets, view.factors)]
+    view.offsets.grad = view.factors.grad = None
+    view.collect(turn(G, signs_for(32, 0)))
+    for parameter, gradient in zip((view.offsets, view.factors), before, strict=True):
+        assert torch.allclose(parameter.grad, gradient, atol=1e-4)
     view = stored.trainable_scales()
     with torch.no_grad():
         view.offsets += 0.1 * torch.randn(24)

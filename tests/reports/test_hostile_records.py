@@ -104,7 +104,8 @@ def test_no_damaged_choice_breaks_its_part_of_a_page(name, part, context, monkey
     """Each value in turn is missing, of another type, 0, or out of range, and in the end all numbers are."""
     scores = {"baseline": {}, "compressed": {"kl_a": 0.1, "perplexity_a": 9.0, "decode_tokens_per_s": 80.0}}
     assert context(typed({name: part, "scores": scores}))["said"]
-    monkeypatch.setattr(search.plots, "against", lambda lines, **how: "")  # is drawn for all numbers below
+    for figure in ("against", "by_depth"):  # are drawn for all numbers below
+        monkeypatch.setattr(search.plots, figure, lambda lines, **how: "")
     for *parents, key in places(part):
         for value in (None, 0, -1, 99, [0, 0], [], {}, "x", "NaN"):
             made = copy.deepcopy(part)

@@ -24,7 +24,7 @@ class TrainedFactorsOfWalks(Trainable):
         self, V: Tensor, row: Tensor, column: Tensor, signs: Tensor, store: Callable[[Tensor, Tensor], Format]
     ) -> None:
         super().__init__()
-        self.store = store
+        self.store, self.turned = store, False
         for name, tensor in (("V", V), ("row", row), ("column", column), ("signs", signs)):
             self.register_buffer(name, tensor)
         self.offsets, self.factors = nn.Parameter(torch.zeros(len(row))), nn.Parameter(torch.zeros(len(column)))
@@ -35,16 +35,22 @@ class TrainedFactorsOfWalks(Trainable):
         row, column = ((start.float() * moved.exp()).to(start.dtype) for start, moved in both)
         return row, column
 
+    def on_turned_inputs(self) -> Callable[[Tensor], Tensor]:
+        self.turned = True
+        return lambda x: turn(x, self.signs)
+
     @torch.no_grad()
     def weight(self) -> Tensor:
         """W [out, in]; `collect` takes its gradient."""
         row, column = (factor.float() for factor in self._stored_factors())
-        return turn_back(self.V * row[:, None] * column, self.signs)
+        W = self.V * row[:, None] * column
+        return W if self.turned else turn_back(W, self.signs)
 
     @torch.no_grad()
     def collect(self, gradient: Tensor) -> None:
         row, column = (factor.float() for factor in self._stored_factors())
-        rotated = turn(gradient.float(), self.signs).mul_(self.V)  # by row ⊗ column, entry by entry
+        rotated = gradient.to(torch.float32, copy=True) if self.turned else turn(gradient.float(), self.signs)
+        rotated.mul_(self.V)  # by row ⊗ column, entry by entry
         by_row, by_column = (rotated @ column) * row, (row @ rotated) * column
         for parameter, own in ((self.offsets, by_row), (self.factors, by_column)):
             parameter.grad = own if parameter.grad is None else parameter.grad.add_(own)
