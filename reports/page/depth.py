@@ -68,8 +68,8 @@ def _said(rows: Sequence[DepthRow]) -> list[str]:
     agreement = rank_correlation([row.turned for row in rows], [row.output for row in rows])
     if agreement is not None:
         said.append(
-            "By 1 − cosine, the score of layer_drop, the blocks have nearly the order of what the predictions lose "
-            f"without them if this is near 1: their rank correlation is {fmt(agreement, '.2f')}."
+            "The rank correlation of 1 − cosine, the score of layer_drop, with what the predictions lose without a "
+            f"block is {fmt(agreement, '.2f')} (1: the same order of the blocks)."
         )
     reads = next((row.block for row in rows if (row.lens_agreement or 0) > 0.5), None)
     if reads is not None:

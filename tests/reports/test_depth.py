@@ -20,7 +20,9 @@ ROWS = [
 def test_the_page_says_what_the_rows_say():
     record = {"run": {"key": "k", "notebook": "pruning"}, "provenance": {}, "layers": [], "depth": ROWS}
     shown = depth.context(typed(record))
-    assert "rank correlation is 1.00" in " ".join(shown["said"]) and "Behind block 2 of 4" in " ".join(shown["said"])
+    assert "lose without a block is 1.00" in " ".join(shown["said"]) and "Behind block 2 of 4" in " ".join(
+        shown["said"]
+    )
     html = page(record)
     assert "How the model uses its depth" in html and html.count('<tr><th scope="row">') >= 4
     assert "How the model uses its depth" not in page({**record, "depth": None})
