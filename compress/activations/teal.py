@@ -49,11 +49,13 @@ class Teal(LayerwiseMethod):
         return list(statistics.stored) or [Dense(W.to(statistics.dtype))]
 
     def rounding(self, statistics: LayerStatistics) -> Transform:
-        sizes = statistics.values["rows"].abs().flatten()
-        if not sizes.numel():
+        rows, key = statistics.values["rows"], (self.name, self.ratio)
+        if not len(rows):
             statistics.note("no input becomes 0: no calibration token came here")
             return Threshold(torch.zeros(()))
-        place = min(int(self.ratio * sizes.numel()), sizes.numel() - 1)
-        limit = sizes.kthvalue(place).values if place else sizes.new_zeros(())
+        if key not in statistics.shared:  # linears that read the same input have the same limit
+            place = int(self.ratio * rows.numel())
+            statistics.shared[key] = rows.abs().flatten().kthvalue(place).values.cpu() if place else torch.zeros(())
+        limit = statistics.shared[key]
         statistics.note(f"inputs of at most {limit.item():.3g} become 0")
-        return Threshold(limit.cpu())
+        return Threshold(limit.clone())

@@ -6,7 +6,8 @@ the logit lens.
 """
 
 import copy
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +15,16 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from compress.allocation.predictions import divergence
 from compress.dropped import parts_of
-from compress.pruning.layer_drop import outputs_of, without
+from compress.pruning.layer_drop import check_residual, outputs_of, turned, without
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Call, Tail, block_calls, device_of, on_device, run_block
 from eval.record.compression import DepthRow
 from kernels.linear import fast_linear
+from kernels.support.errors import first_line
 
 TOKENS = 256  # of a window, the first ones
-ROWS = 128  # positions whose predictions are compared at once
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ def check_depth(windows: int) -> None:
 def measure_depth(model: nn.Module, batches: Sequence[Tensor], windows: int = 2) -> Depth:
     """The work of every block, over the first tokens of some windows.
 
-    Every block is run once for each block before it, so that the time grows with the square of their number.
+    Every block is run once for each block before it, so that the time grows with the square of their number. A model
+    that does not run without one of its blocks has no rows, and a warning says why.
 
     Args:
         batches: LongTensors [1, T].
@@ -57,39 +60,58 @@ def measure_depth(model: nn.Module, batches: Sequence[Tensor], windows: int = 2)
     check_depth(windows)
     if not windows:
         return Depth()
-    _, blocks = find_blocks(model)
-    text = [batch[:, :TOKENS] for batch in batches[:windows]]
+    try:
+        return Depth(_rows(model, [batch[:, :TOKENS] for batch in batches[:windows]]))
+    except Exception as error:  # what blocks give one another is known to their authors alone
+        why = f"{type(error).__name__}: {first_line(error)}"
+        warnings.warn(f"the work of the blocks of {type(model).__name__} could not be measured ({why})", stacklevel=2)
+        return Depth()
+
+
+def _rows(model: nn.Module, text: Sequence[Tensor]) -> list[DepthRow]:
+    prefix, blocks = find_blocks(model)
     calls, tail, device = block_calls(model, blocks, text), Tail(model, blocks, text), device_of(model)
     rows, streams = [], [[call.hidden.float() for call in calls]]
     with fast_linear():
         own = [copy.copy(call) for call in calls]
         for index, block in enumerate(tqdm(blocks, desc="contributions of blocks", unit="block")):
-            rows.append(_contributions(block, own, index, device))
+            rows.append(_contributions(block, own, index, device, f"{prefix}.{index}"))
             streams.append([call.hidden.float() for call in own])
-        whole = [_predictions(tail, i, call) for i, call in enumerate(own)]
+        whole = _logits(tail, [call.hidden for call in own])
         for index in tqdm(range(len(blocks)), desc="models without a block", unit="block"):
-            before, behind = streams[index], streams[index + 1]
-            read = [_apart(whole[i], tail.logits(i, behind[i].to(model.dtype))) for i in range(len(calls))]
+            read = _logits(tail, [stream.to(model.dtype) for stream in streams[index + 1]])
             skipped = [copy.copy(call) for call in calls]
-            for call, stream in zip(skipped, before, strict=True):
+            for call, stream in zip(skipped, streams[index], strict=True):
                 call.hidden = stream.to(model.dtype)
             later = _changes(blocks, skipped, index + 1, streams, device)
-            lost = [_apart(whole[i], tail.logits(i, call.hidden)) for i, call in enumerate(skipped)]
+            same = [(a.argmax(-1) == b.argmax(-1)).float() for a, b in zip(whole, read, strict=True)]
             rows[index] |= {
                 "later": max(later, default=None),
-                "output": _mean(kl for kl, _ in lost),
-                "lens": _mean(kl for kl, _ in read),
-                "lens_agreement": _mean(same for _, same in read),
+                "output": divergence(whole, _logits(tail, [call.hidden for call in skipped])),
+                "lens": divergence(whole, read),
+                "lens_agreement": _mean(same),
             }
-    return Depth([DepthRow(block=index, **row) for index, row in enumerate(rows)])
+    return [DepthRow(block=index, **row) for index, row in enumerate(rows)]
 
 
-def _contributions(block: nn.Module, calls: Sequence[Call], index: int, device: torch.device) -> dict[str, Any]:
-    """What the parts of a block add to the stream; the calls pass through the block."""
+def _logits(tail: Tail, hidden: Sequence[Tensor]) -> list[Tensor]:
+    """[batch, T, vocabulary] that the end of the model makes of each micro-batch."""
+    return [tail.logits(i, one) for i, one in enumerate(hidden)]
+
+
+def _contributions(
+    block: nn.Module, calls: Sequence[Call], index: int, device: torch.device, name: str
+) -> dict[str, float | None]:
+    """What the parts of a block add to the stream, None for a part that cannot be told apart; the calls pass through
+    the block."""
     befores, middles, afters = [], [], []
     with on_device(block, device):
         there = [kind for kind in ("attention", "mlp") if parts_of(block)[kind]]
         outputs = outputs_of(block, calls[0], index, device)
+        try:
+            check_residual(block, calls[0], index, device, outputs, there, name)
+        except ValueError:  # it does not only add what its parts give
+            there = []
         for call in calls:
             befores.append(call.hidden)
             if len(there) == 2:
@@ -97,24 +119,27 @@ def _contributions(block: nn.Module, calls: Sequence[Call], index: int, device: 
                     middles.append(run_block(block, copy.copy(call), index, device))
             call.hidden = run_block(block, call, index, device)
             afters.append(call.hidden)
-    row: dict[str, Any] = dict.fromkeys(("attention", "attention_cosine", "mlp", "mlp_cosine"))
-    if middles:
-        spans = {"attention": (befores, middles), "mlp": (middles, afters)}
-    else:
-        spans = {kind: (befores, afters) for kind in there}
-    for kind, span in spans.items():
-        sizes, cosines = zip(*(_added(*both) for both in zip(*span, strict=True)), strict=True)
+    row: dict[str, float | None] = dict.fromkeys(("attention", "attention_cosine", "mlp", "mlp_cosine"))
+    spans = {"attention": (befores, middles), "mlp": (middles, afters)}
+    if len(there) == 1:
+        spans = {there[0]: (befores, afters)}
+    for kind in there:
+        sizes, cosines = zip(*(_added(*both) for both in zip(*spans[kind], strict=True)), strict=True)
         row |= {kind: _mean(sizes), f"{kind}_cosine": _mean(cosines)}
-    both = zip(befores, afters, strict=True)
-    turned = [1 - nn.functional.cosine_similarity(a.float(), b.float(), dim=-1) for a, b in both]
-    return row | {"turned": _mean(turned)}
+    tokens = sum(before[..., 0].numel() for before in befores)
+    return row | {"turned": sum(turned(*both) for both in zip(befores, afters, strict=True)) / tokens}
 
 
 def _added(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """||after - before|| / ||before|| and the cosine of both, for every token."""
+    """||after - before|| / ||before|| and the cosine of both, for every token whose stream has a length."""
     added, stream = after.float() - before.float(), before.float()
-    size = added.norm(dim=-1) / stream.norm(dim=-1).clamp_min(1e-30)
-    return size, nn.functional.cosine_similarity(added, stream, dim=-1)
+    return _share(added, stream), nn.functional.cosine_similarity(added, stream, dim=-1)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """||part|| / ||whole|| of vectors [..., hidden], without those whose whole is 0, as the embedding of padding is."""
+    part, whole = part.norm(dim=-1), whole.norm(dim=-1)
+    return part[whole > 0] / whole[whole > 0]
 
 
 def _changes(
@@ -132,27 +157,12 @@ def _changes(
                 before = call.hidden.float()
                 call.hidden = run_block(blocks[index], call, index, device)
                 added = streams[index + 1][i] - streams[index][i]
-                change = (call.hidden.float() - before - added).norm(dim=-1)
-                shares.append(change / added.norm(dim=-1).clamp_min(1e-30))
-        changes.append(_mean(shares))
+                shares.append(_share(call.hidden.float() - before - added, added))
+        changes.append(_mean(shares) or 0.0)
     return changes
 
 
-def _predictions(tail: Tail, i: int, call: Call) -> Tensor:
-    """Log-probabilities [tokens, vocabulary] behind the last block."""
-    return tail.logits(i, call.hidden).flatten(0, 1).float().log_softmax(-1)
-
-
-def _apart(whole: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(whole | other) in nats, and whether both have the same likeliest token, for every token."""
-    divergences, same = [], []
-    for logp, other in zip(whole.split(ROWS), logits.flatten(0, 1).split(ROWS), strict=True):
-        log_q = other.float().log_softmax(-1)
-        divergences.append((logp.exp() * (logp - log_q)).sum(-1))
-        same.append((logp.argmax(-1) == log_q.argmax(-1)).float())
-    return torch.cat(divergences), torch.cat(same)
-
-
-def _mean(values: Any) -> float:
-    """The mean over the tokens of all micro-batches."""
-    return torch.cat([value.flatten() for value in values]).double().mean().item()
+def _mean(values: Iterable[Tensor]) -> float | None:
+    """The mean over the tokens of all micro-batches; None if there are none."""
+    every = torch.cat([value.flatten() for value in values])
+    return every.double().mean().item() if len(every) else None

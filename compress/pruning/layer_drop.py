@@ -239,7 +239,7 @@ def importance(
             there = [kind for kind in ("attention", "mlp") if parts_of(block)[kind]]
             outputs = outputs_of(block, calls[0], index, device)
             if there and set(kinds) & set(there):
-                _check_residual(block, calls[0], index, device, outputs, there, f"{prefix}.{index}")
+                check_residual(block, calls[0], index, device, outputs, there, f"{prefix}.{index}")
             apart = len(there) == 2 and not by_block and set(kinds) != {"block"}
             total, tokens = _turned_by(block, calls, index, device, outputs, apart=apart)
             named = parts_of(block)
@@ -270,10 +270,10 @@ def _turned_by(
                     middle = run_block(block, call, index, device).to(before.device)
             after = run_block(block, call, index, device).to(before.device)
             tokens += before[..., 0].numel()
-            total["block"] += _turned(before, after)
+            total["block"] += turned(before, after)
             if middle is not None:
-                total["attention"] += _turned(before, middle)
-                total["mlp"] += _turned(middle, after)
+                total["attention"] += turned(before, middle)
+                total["mlp"] += turned(middle, after)
             call.hidden = after
     return total, tokens
 
@@ -308,9 +308,10 @@ def without(block: nn.Module, kinds: Sequence[str], outputs: dict[str, int]):
             replace(block, name, module)
 
 
-def _check_residual(
+def check_residual(
     block: nn.Module, call: Call, index: int, device: torch.device, outputs: dict[str, int], there: list[str], name: str
 ) -> None:
+    """Raise ValueError unless the block without its parts `there` runs, and gives its input."""
     try:
         with without(block, there, outputs):
             rest = run_block(block, call, index, device).to(call.hidden.device)
@@ -327,7 +328,7 @@ def _check_residual(
         )
 
 
-def _turned(before: Tensor, after: Tensor) -> float:
+def turned(before: Tensor, after: Tensor) -> float:
     """Σ 1 - cos over the tokens; before, after: [..., hidden]."""
     return float((1 - nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)).double().sum())
 

@@ -117,13 +117,22 @@ def fit(
         raise ValueError("`fit` times models, and several processes would find different choices: run one process")
     method = method or search_method()
     how: dict[str, Any] = {"device": device, "work_path": work_path}
-    training = Distil(minutes=minutes) if minutes else None
+    training = training_of(minutes)
     check_library(model, batches, method, most=wishes.max_bytes, device=device)
     if training:
         plan([method, training], model, batches, device=device)
     times = _times(model, method, wishes, timer)
     library = measure_library(model, batches, method, device=device)
     return _Search(model, batches, wishes, library, times, timer, training, how).run()
+
+
+def training_of(minutes: float) -> Distil | None:
+    """The training of the best models, None for no minutes.
+
+    Raises:
+        ValueError: it is no number of minutes.
+    """
+    return Distil(minutes=minutes) if minutes else None
 
 
 def _times(model: PreTrainedModel, method: Mixed, wishes: Wishes, timer: Timer | None) -> Times | None:

@@ -85,13 +85,9 @@ def _median(rows: Sequence[DepthRow], name: str) -> float | None:
 def rank_correlation(a: Sequence[float | None], b: Sequence[float | None]) -> float | None:
     """Spearman's correlation of two lists of numbers; None with fewer than three pairs of finite ones, or if all of a
     list are equal."""
+    from scipy.stats import spearmanr  # takes a second to import, which other pages need not wait for
+
     pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None and math.isfinite(x + y)]
     if len(pairs) < 3 or any(len(set(values)) < 2 for values in zip(*pairs, strict=True)):
         return None
-    return statistics.correlation(*(_ranks(values) for values in zip(*pairs, strict=True)))
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    """The rank of each number; equal ones have the mean of theirs."""
-    ordered = sorted(values)
-    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+    return float(spearmanr(*zip(*pairs, strict=True)).statistic)

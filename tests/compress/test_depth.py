@@ -42,8 +42,32 @@ def test_blocks_of_every_kind_have_rows(any_model, tokens):
     rows = measure_depth(any_model, tokens(2, 16)).rows
     assert len(rows) == len(find_blocks(any_model)[1])
     for row in rows:
-        assert all(value is None or math.isfinite(value) for value in vars(row).values())
+        assert all(value is None or math.isfinite(value) and abs(value) < 1e4 for value in vars(row).values())
         assert row.attention is not None or row.mlp is not None
+
+
+def test_tokens_without_a_stream_are_left_out(tiny):
+    """The embedding of padding is 0, and nothing has a share of it."""
+    model = tiny("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = 0
+    ids = torch.tensor([[1, 2, 7, 3, 7, 4]])
+    rows = measure_depth(model, [ids]).rows
+    assert all(0 < row.attention < 100 and 0 < row.mlp < 100 for row in rows)
+
+
+def test_a_model_that_does_not_run_without_a_block_has_no_rows_and_the_reason(tiny, tokens):
+    """Its second block refuses the stream that it gets if the first one is skipped."""
+    model, ids = tiny("llama"), tokens(1, 16)[0]
+    embedded = model.model.embed_tokens(ids)
+
+    def refuse(_, args):
+        if torch.equal(args[0], embedded):
+            raise RuntimeError("another stream was expected")
+
+    model.model.layers[1].register_forward_pre_hook(refuse)
+    with pytest.warns(UserWarning, match="could not be measured .RuntimeError: another stream was expected"):
+        assert measure_depth(model, [ids]).found() is None
 
 
 def test_no_windows_are_no_rows(tiny, tokens):

@@ -35,6 +35,9 @@ class TrainedFactorsOfWalks(Trainable):
         row, column = ((start.float() * moved.exp()).to(start.dtype) for start, moved in both)
         return row, column
 
+    def keep_zeros(self, kept: Tensor) -> None:
+        """Factors leave zeros as they are."""
+
     def on_turned_inputs(self) -> Callable[[Tensor], Tensor]:
         self.turned = True
         return lambda x: turn(x, self.signs)
