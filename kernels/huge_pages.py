@@ -54,8 +54,8 @@ def freed_memory_kept() -> Iterator[None]:
     """While the context lasts, the C library keeps the memory that is freed, and then gives it back.
 
     Otherwise glibc returns large blocks to the system, which clears every page when it hands it out again: work that
-    allocates the same blocks over and over, as training does, spends a sixth of its time so. Nothing changes with
-    another C library, or where the environment sets its parameters.
+    allocates the same blocks over and over, as training does, waits for that. Nothing changes with another C library,
+    or where the environment sets its parameters.
     """
     kept = sys.platform == "linux" and hasattr(_libc(), "gnu_get_libc_version") and not _is_set()
     if kept:
