@@ -31,6 +31,7 @@ class Dropped(nn.Module):
     def __init__(self, outputs: int = 0, layer_idx: int | None = None, identity: bool = False) -> None:
         super().__init__()
         self.outputs, self.layer_idx, self.identity = outputs, layer_idx, identity
+        self.adds_nothing = not identity  # `kernels.step.decoder.ADDS_NOTHING`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -50,10 +51,10 @@ class Dropped(nn.Module):
             layer.has_previous_state = dict.fromkeys(states, True)
         if layer is not None and not hasattr(layer, "get_seq_length"):  # it holds states alone, or nothing
             return
+        least = hidden[:, None, :, :1]  # [batch, 1, T, 1]; caches treat tensors of width 0 as empty
         if hasattr(cache, "pass_over"):
-            cache.pass_over(self.layer_idx, hidden.shape[1])
+            cache.pass_over(self.layer_idx, least)
         else:
-            least = hidden[:, None, :, :1]  # [batch, 1, T, 1]; caches treat tensors of width 0 as empty
             cache.update(least, least, self.layer_idx)
 
     def spec(self) -> dict[str, Any]:

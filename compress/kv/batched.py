@@ -46,10 +46,10 @@ class CacheBatch(Cache):
             expect_again(key_states, partial(self._attend_again, layer_idx, given))
         return key_states, value_states
 
-    def pass_over(self, layer_idx: int, tokens: int) -> None:
-        """Count tokens of a layer that keeps no positions, because its attention was dropped."""
-        for cache in self.caches:
-            cache.pass_over(layer_idx, tokens)
+    def pass_over(self, layer_idx: int, least: Tensor) -> None:
+        """Count the tokens of `least` [rows, 1, n, 1] in a layer whose attention was dropped."""
+        for cache, row in zip(self.caches, least.split(1), strict=True):
+            cache.pass_over(layer_idx, row)
 
     def _attend(
         self,

@@ -123,10 +123,14 @@ class CompressedCache(Cache):
             expect(partial(self._attend, layer))
         return given
 
-    def pass_over(self, layer_idx: int, tokens: int) -> None:
-        """Count tokens of a layer that keeps none, because its attention was dropped."""
-        if self.listener is None:
-            self.layers[layer_idx].seen += tokens
+    def pass_over(self, layer_idx: int, least: Tensor) -> None:
+        """Count the tokens of `least` [B, 1, n, 1] in a layer that keeps none, because its attention was dropped; a
+        layer that is not compressed keeps these numbers."""
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, KVLayer):
+            layer.update(least, least)
+        elif self.listener is None:
+            layer.seen += least.shape[2]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens; their number is given as a negative number."""

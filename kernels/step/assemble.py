@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from kernels.step.cache import LayerRoom, rooms_of
 from kernels.step.decoder import STREAM, Decoder, DecoderBlock, NotNative, recognise
 from kernels.step.likeness import check_likeness, check_logits, difference, shaken
 from kernels.step.native import DecodeStep, why_not
-from kernels.step.program import Attention, CacheAttention, InputChange, Products, Program, Weight
+from kernels.step.program import Attention, CacheAttention, InputChange, Norm, Products, Program, Weight
 from kernels.trellis_matmul import Trellis
 from kernels.w8a8_matmul import W8
 
@@ -42,6 +43,7 @@ class NativeStep:
     step: DecodeStep
     embedding: nn.Module | None  # gives the hidden state if the program has no embedding
     cap: float = 0.0
+    idle: tuple[Tensor, ...] = ()  # numbers of positions in use of layers of the cache whose attention was dropped
     kernels: dict[str, set[str]] = field(default_factory=dict)
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -51,7 +53,10 @@ class NativeStep:
         """The next tokens [batch, 1] behind tokens [batch, 1] at a position; of one sequence, those [n, 1] behind each
         of tokens [n, 1], the first at the position."""
         hidden = None if self.embedding is None else self.embedding(tokens).float().flatten(0, 1)
-        return self.step(tokens, position, hidden)
+        largest = self.step(tokens, position, hidden)
+        for length in self.idle:
+            length.fill_(position + len(tokens) // self.step.program.sequences)
+        return largest
 
     @property
     def logits(self) -> Tensor:
@@ -96,7 +101,8 @@ def step_of(decoder: Decoder, rooms: Sequence[LayerRoom], tokens: int) -> Native
     """
     program, embedding = program_of(decoder, rooms, tokens)
     try:
-        return NativeStep(DecodeStep(program, decoder.dtype), embedding, decoder.cap)
+        idle = tuple(room.length for block, room in zip(decoder.blocks, rooms, strict=True) if not block.attends)
+        return NativeStep(DecodeStep(program, decoder.dtype), embedding, decoder.cap, idle)
     except (ValueError, RuntimeError) as error:
         raise NotNative(str(error).splitlines()[0]) from error
 
@@ -126,57 +132,58 @@ def program_of(decoder: Decoder, rooms: Sequence[LayerRoom] | None, tokens: int)
     if native.isa(decoder.dtype) == "portable":
         raise NotNative("the loops have no vector instructions of this processor")
     instructions: list[Products | Attention | CacheAttention] = []
-    for place, block in enumerate(decoder.blocks):
-        before = decoder.blocks[place - 1] if place else None
-        if rooms is None:
-            attention = CacheAttention(
-                "qkv", block.heads, block.kv_heads, block.channels, block.scale,
-                softcap=block.softcap, query_norm=block.query_norm, key_norm=block.key_norm,
-            )  # fmt: skip
-        else:
-            room, (cos, sin) = rooms[place], decoder.rotary.of(block.kind, max(room.keys.shape[2] for room in rooms))
-            attention = Attention(
-                "qkv", block.heads, block.kv_heads, room.keys, room.values, room.length, cos, sin, block.scale,
-                softcap=block.softcap, window=block.window, query_norm=block.query_norm, key_norm=block.key_norm,
-            )  # fmt: skip
-        instructions += _instructions(block, before, attention)
-    added, after = instructions[-1].writes, decoder.blocks[-1].after_mlp
+    pending = Pending()
+    for block, room in zip(decoder.blocks, rooms or [None] * len(decoder.blocks), strict=True):
+        own, pending = _instructions(decoder, block, room, pending)
+        instructions += own
     head = (weight_of(decoder.head, "lm_head"),)
-    final = Products("residual", "logits", head, before=decoder.norm, added=added, after=after)
+    final = Products("residual", "logits", head, before=decoder.norm, added=pending.name, after=pending.norm)
     embedding, scale = _embedding(decoder.embedding)
     turned = None if decoder.stream is None else _change(decoder.stream.rotation, STREAM, decoder.hidden)
     program = Program(decoder.hidden, tokens, embedding, (*instructions, final), scale, turned)
     return program, decoder.embedding if embedding is None else None
 
 
+class Pending(NamedTuple):
+    """A result that the next instruction that reads the residual stream adds to it first, normalised by `norm`."""
+
+    name: str | None = None
+    norm: Norm | None = None
+
+
 def _instructions(
-    block: DecoderBlock, before: DecoderBlock | None, attention: Attention | CacheAttention
-) -> list[Products | Attention | CacheAttention]:
-    """The instructions of a block; the first one adds the output of the MLP of the block `before`."""
-    names = ("q", "k", "v", "o", "gate", "up", "down")
-    q, k, v, o, gate, up, down = (weight_of(getattr(block, n), f"{block.name}'s {n}_proj") for n in names)
-    return [
-        Products(
-            "residual",
-            "qkv",
-            (q, k, v),
-            before=block.before_attention,
-            added=None if before is None else "down",
-            after=None if before is None else before.after_mlp,
-        ),
-        attention,
-        Products("attention", "o", (o,)),
-        Products(
-            "residual",
-            "mlp",
-            (gate, up),
-            block.activation,
-            before=block.before_mlp,
-            added="o",
-            after=block.after_attention,
-        ),
-        Products("mlp", "down", (down,)),
-    ]
+    decoder: Decoder, block: DecoderBlock, room: LayerRoom | None, pending: Pending
+) -> tuple[list[Products | Attention | CacheAttention], Pending]:
+    """The instructions of a block, and what they leave to be added."""
+    found: list[Products | Attention | CacheAttention] = []
+
+    def weights(*names: str) -> tuple[Weight, ...]:
+        return tuple(weight_of(getattr(block, n), f"{block.name}'s {n}_proj") for n in names)
+
+    if block.attends:
+        before = {"before": block.before_attention, "added": pending.name, "after": pending.norm}
+        found.append(Products("residual", "qkv", weights("q", "k", "v"), **before))
+        found.append(_attention(decoder, block, room))
+        found.append(Products("attention", "o", weights("o")))
+        pending = Pending("o", block.after_attention)
+    if block.has_mlp:
+        before = {"before": block.before_mlp, "added": pending.name, "after": pending.norm}
+        found.append(Products("residual", "mlp", weights("gate", "up"), block.activation, **before))
+        found.append(Products("mlp", "down", weights("down")))
+        pending = Pending("down", block.after_mlp)
+    return found, pending
+
+
+def _attention(decoder: Decoder, block: DecoderBlock, room: LayerRoom | None) -> Attention | CacheAttention:
+    """A block's attention to the positions in its room, or, without one, by the cache."""
+    norms = {"softcap": block.softcap, "query_norm": block.query_norm, "key_norm": block.key_norm}
+    if room is None:
+        return CacheAttention("qkv", block.heads, block.kv_heads, block.channels, block.scale, **norms)
+    cos, sin = decoder.rotary.of(block.kind, room.keys.shape[2])
+    return Attention(
+        "qkv", block.heads, block.kv_heads, room.keys, room.values, room.length, cos, sin, block.scale,
+        window=block.window, **norms,
+    )  # fmt: skip
 
 
 def weight_of(module: nn.Module, name: str) -> Weight:

@@ -63,6 +63,9 @@ class AttendingCache(Protocol):
     def get_seq_length(self) -> int:
         """The number of tokens seen, which is the next token's position."""
 
+    def pass_over(self, number: int, least: Tensor) -> None:
+        """Count the new tokens of `least` [batch, 1, tokens, 1] in a layer whose attention was dropped."""
+
     def lend(self, number: int) -> CacheView | None:
         """The stored cache of a layer, if a step with one token per sequence only has to write it there and to attend;
         the cache already counts the token. None: call `attend_new` instead."""
@@ -237,6 +240,9 @@ class LentRooms:
     def get_seq_length(self) -> int:
         """The number of places in use."""
         return self.slot
+
+    def pass_over(self, number: int, least: Tensor) -> None:
+        """A layer without attention needs nothing: the rooms' owner counts their positions."""
 
     def lend(self, number: int) -> CacheView:
         """A layer's room."""

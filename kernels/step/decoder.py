@@ -1,9 +1,9 @@
 """The parts of a transformers decoder, found by inspection, so that the workbench's own kernels can run its passes.
 
 A decoder is recognised by its modules and their contents, never by the name of its class: blocks of two norms (or
-Gemma's four), attention of q, k, v and o with optional norms of heads, an MLP with a gate. Anything unknown is refused
-with a reason, and the model's own code runs instead. The code that runs a recognised decoder checks that its logits are
-those of the model.
+Gemma's four), attention of q, k, v and o with optional norms of heads, an MLP with a gate; either may have been dropped
+from a block (`ADDS_NOTHING`). Anything unknown is refused with a reason, and the model's own code runs instead. The
+code that runs a recognised decoder checks that its logits are those of the model.
 """
 
 import copy
@@ -30,6 +30,8 @@ ACCELERATION = "acceleration"  # attribute that `kernels.step.accelerate` sets o
 # Attribute of the object that puts hooks and an attention of this name on a model, for caches that compute the
 # attention (`kernels.step.cache.AttendingCache`).
 ATTACHED = "attention_name"
+# Attribute, True, of a module in the place of a block's attention or MLP that was dropped: its output is zeros.
+ADDS_NOTHING = "adds_nothing"
 FACTORS = ("logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier", "attention_multiplier")
 
 
@@ -44,7 +46,9 @@ class DecoderBlock:
     index: of its layer in the cache. after_attention, after_mlp: norms of the results that are added to the residual
     stream, or None. attention: the module that holds q, k, v and o. activation: the gate's, a name of
     `program.ACTIVATIONS`. kind: of its rotary tables, or None for the only one. scale: of scores. softcap: softcap *
-    tanh(score / softcap), or 0. window: number of positions that a token sees, itself included, or 0 for all.
+    tanh(score / softcap), or 0. window: number of positions that a token sees, itself included, or 0 for all. attends,
+    has_mlp: False if the part was dropped. Its linears are None then, and a layer of the cache without attention keeps
+    one number for each position, which nothing reads.
     """
 
     name: str
@@ -54,13 +58,13 @@ class DecoderBlock:
     before_mlp: Norm
     after_mlp: Norm | None
     attention: nn.Module
-    q: nn.Module
-    k: nn.Module
-    v: nn.Module
-    o: nn.Module
-    gate: nn.Module
-    up: nn.Module
-    down: nn.Module
+    q: nn.Module | None
+    k: nn.Module | None
+    v: nn.Module | None
+    o: nn.Module | None
+    gate: nn.Module | None
+    up: nn.Module | None
+    down: nn.Module | None
     activation: str
     heads: int
     kv_heads: int
@@ -71,6 +75,8 @@ class DecoderBlock:
     window: int
     query_norm: Norm | None
     key_norm: Norm | None
+    attends: bool = True
+    has_mlp: bool = True
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,11 @@ class Decoder:
     def hidden(self) -> int:
         """Width of the residual stream."""
         return self.norm.weight.numel()
+
+    @property
+    def attending(self) -> list[DecoderBlock]:
+        """The blocks whose attention was not dropped."""
+        return [block for block in self.blocks if block.attends]
 
 
 @dataclass
@@ -182,6 +193,8 @@ def recognise(model: nn.Module, by_cache: bool = False, anywhere: bool = False) 
     # Gemma 3 has rotary frequencies for each kind of layer.
     several = getattr(body.rotary_emb, "layer_types", None) is not None
     blocks = tuple(_block(b, f"block {i}", several, model.config) for i, b in enumerate(body.layers))
+    if not any(block.attends for block in blocks):
+        raise NotNative("none of its blocks has attention")
     cap = getattr(model.config, "final_logit_softcapping", None) or 0.0
     rotary = RotaryTables(body.rotary_emb)
     return Decoder(body.embed_tokens, blocks, _norm(body.norm), head, rotary, model.dtype, stream, cap)
@@ -194,7 +207,25 @@ def _block(block: nn.Module, name: str, several: bool, config: Any) -> DecoderBl
     if not four:
         _expect(block, BLOCK, name)
     attention, mlp = block.self_attn, block.mlp
-    _expect(mlp, MLP, f"{name}'s MLP")
+    attends, has_mlp = (getattr(part, ADDS_NOTHING, False) is not True for part in (attention, mlp))
+    if has_mlp:
+        _expect(mlp, MLP, f"{name}'s MLP")
+    inner = {
+        "after_attention": _norm(block.post_attention_layernorm) if four else None,
+        "before_mlp": _norm(block.pre_feedforward_layernorm if four else block.post_attention_layernorm),
+        "after_mlp": _norm(block.post_feedforward_layernorm) if four else None,
+        **{n: getattr(mlp, f"{n}_proj", None) for n in ("gate", "up", "down")},
+        "activation": _activation(mlp.act_fn) if has_mlp else "",
+        "has_mlp": has_mlp,
+    }
+    if not attends:
+        if attention.layer_idx is None:
+            raise NotNative(f"{name} has no layer in the cache")
+        return DecoderBlock(
+            name, attention.layer_idx, before_attention=_norm(block.input_layernorm), attention=attention,
+            q=None, k=None, v=None, o=None, heads=1, kv_heads=1, channels=1, kind=None, scale=1.0, softcap=0.0,
+            window=0, query_norm=None, key_norm=None, attends=False, **inner,
+        )  # fmt: skip
     if {n for n, _ in attention.named_children()} != ATTENTION | HEAD_NORMS:
         _expect(attention, ATTENTION, f"{name}'s attention")
     channels = attention.head_dim
@@ -214,18 +245,13 @@ def _block(block: nn.Module, name: str, several: bool, config: Any) -> DecoderBl
         name,
         attention.layer_idx,
         before_attention=_norm(block.input_layernorm),
-        after_attention=_norm(block.post_attention_layernorm) if four else None,
-        before_mlp=_norm(block.pre_feedforward_layernorm if four else block.post_attention_layernorm),
-        after_mlp=_norm(block.post_feedforward_layernorm) if four else None,
         attention=attention, q=q, k=k, v=v, o=attention.o_proj,
-        gate=mlp.gate_proj, up=mlp.up_proj, down=mlp.down_proj,
-        activation=_activation(mlp.act_fn),
         heads=heads, kv_heads=kv_heads, channels=channels,
         kind=attention.layer_type if several and hasattr(attention, "layer_type") else None,
         scale=attention.scaling,
         softcap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
         window=window or 0,
-        query_norm=norms[0], key_norm=norms[1],
+        query_norm=norms[0], key_norm=norms[1], **inner,
     )  # fmt: skip
 
 

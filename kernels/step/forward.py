@@ -92,19 +92,27 @@ class DecoderForward:
         residual = (residual if stream is None else stream.rotation(residual.float())).float().contiguous()
         x = residual.new_empty(residual.shape, dtype=decoder.dtype)
         added = after = None
+        last = next((block for block in reversed(decoder.blocks) if block.attends), None)
         for place, block in enumerate(decoder.blocks):
-            add_norm(residual, added, after, block.before_attention, x)
-            qkv, tables = self._products((block.q, block.k, block.v), x), decoder.rotary.of(block.kind, length)
-            if cache is not None:
-                attended = attend_by_cache(cache, block, qkv, x, tables, positions).flatten(-2)
+            if block.attends:
+                add_norm(residual, added, after, block.before_attention, x)
+                qkv, tables = self._products((block.q, block.k, block.v), x), decoder.rotary.of(block.kind, length)
+                if cache is not None:
+                    attended = attend_by_cache(cache, block, qkv, x, tables, positions).flatten(-2)
+                else:
+                    attended = self._attention(block, rooms[place], qkv, tables, positions, seen)
+                if block is last and keep < tokens:
+                    attended, residual = attended[:, -keep:].contiguous(), residual[:, -keep:].contiguous()
+                    x = x.new_empty(residual.shape)
+                added, after = self._product(block.o, attended), block.after_attention
+            elif cache is not None:
+                cache.pass_over(block.index, residual.new_zeros(batch, 1, tokens, 1, dtype=decoder.dtype))
             else:
-                attended = self._attention(block, rooms[place], qkv, tables, positions, seen)
-            if block is decoder.blocks[-1] and keep < tokens:
-                attended, residual = attended[:, -keep:].contiguous(), residual[:, -keep:].contiguous()
-                x = x.new_empty(residual.shape)
-            add_norm(residual, self._product(block.o, attended), block.after_attention, block.before_mlp, x)
-            inner = gated(*self._products((block.gate, block.up), x), block.activation)
-            added, after = self._product(block.down, inner), block.after_mlp
+                rooms[place].length.fill_(slot + tokens)
+            if block.has_mlp:
+                add_norm(residual, added, after, block.before_mlp, x)
+                inner = gated(*self._products((block.gate, block.up), x), block.activation)
+                added, after = self._product(block.down, inner), block.after_mlp
         if stream is not None:
             add_norm(residual, added, after, None, x)
             residual, added, after = stream.rotation.back(residual).contiguous(), None, None

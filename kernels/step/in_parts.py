@@ -1,5 +1,6 @@
 """A decoding step with a cache that computes the attention: the products in C++, which stop for every attention."""
 
+import torch
 from torch import Tensor
 
 from kernels.step.assemble import program_of
@@ -41,6 +42,9 @@ class StepInParts:
         given = step.begin(ids, hidden)
         lents, tables_of = [], []  # of the next layers that one call handles together
         for block in decoder.blocks:
+            if not block.attends:
+                cache.pass_over(block.index, torch.zeros(tokens, 1, 1, 1, dtype=decoder.dtype))
+                continue
             tables = decoder.rotary.of(block.kind, length)
             if (lent := cache.lend(block.index)) is not None:
                 lents.append(lent)

@@ -104,7 +104,7 @@ def check_likeness(model: nn.Module, decoder: Decoder, prepare: Prepare | None =
             ids = (torch.arange(TOKENS, device=device) * 7919 % model.get_input_embeddings().num_embeddings)[None]
             at = torch.arange(start, start + TOKENS, device=device)[None]
             model(ids, position_ids=at, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1)
-        for block in decoder.blocks:
+        for block in decoder.attending:
             hidden, *own = looked[id(block.attention)]
             if len(own) != 3:
                 raise NotNative(f"{block.name}'s attention does not use transformers' attention interface")
@@ -144,7 +144,7 @@ def _looking(model: nn.Module, decoder: Decoder) -> Iterator[dict[int, list[Tens
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    hooks = [block.attention.register_forward_pre_hook(note, with_kwargs=True) for block in decoder.blocks]
+    hooks = [block.attention.register_forward_pre_hook(note, with_kwargs=True) for block in decoder.attending]
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     try:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from compress.apply import apply
 from compress.recipe import parse_recipe
 from kernels import native
 from kernels.registry import recording
@@ -100,6 +101,45 @@ def test_logits_are_those_of_the_model(tiny, architecture, more, batch, padded):
     expected = logits(model, ids, mask)
     assert torch.allclose(first, expected[:, :1])
     assert float((found - expected).norm() / expected.norm()) < 0.05
+
+
+@pytest.mark.in_turns
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("drops", [
+    "layer_drop(layers='0')", "layer_drop(layers='2')", "layer_drop(target=mlp, layers='0')", "layer_drop(target=mlp, layers='1, 2')",
+    "layer_drop(layers='0, 1'), layer_drop(target=mlp, layers='1, 2')",
+])  # fmt: skip
+def test_models_without_some_attention_and_mlps(tiny, tokens, architecture, drops):
+    """Every kind of pass: prompts, steps of one and of several sequences, padding, guesses, compressed caches."""
+    from compress.kv import attach, attachment_of, detach
+
+    model = apply(parse_recipe(drops), tiny(architecture, num_hidden_layers=3), tokens()).model.bfloat16()
+    ids = (torch.arange(36) * 7919 % 96).view(3, 12)
+    padded = torch.ones_like(ids)
+    padded[0, :5] = 0
+    asked = (ids[:1], None), (ids, None), (ids, padded)
+    expected = [logits(model, *one) for one in asked]
+    compressed = parse_recipe("kv_int(bits=8, group_size=32, residual=0)")
+    attach(model, compressed)
+    caches = [attachment_of(model).cache() for _ in range(2)]
+    own = [model(part, past_key_values=caches[0]).logits for part in (ids, ids[:, :1])]
+    accelerate(model)
+    assert "steps in one call of C++" in repr(model.acceleration) and model.acceleration.verifies()
+    with recording() as ran:
+        ours = [model(part, past_key_values=caches[1]).logits for part in (ids, ids[:, :1])]
+    assert "decode_step" in ran and caches[1].get_seq_length() == caches[0].get_seq_length() == 13
+    detach(model)
+    with recording() as ran:
+        found = [logits(model, *one) for one in asked]
+    assert "decode_step" in ran
+    for a, b in zip([*ours, *found], [*own, *expected], strict=True):
+        assert float((a.float() - b).norm() / b.float().norm()) < 0.05
+    how = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    cache = DynamicCache(config=model.config)
+    written = model.generate(ids[:1], past_key_values=cache, **how)
+    assert [layer.get_seq_length() for layer in cache.layers] == [19] * 3  # the last token is not read
+    assert torch.equal(written, model.generate(ids[:1], prompt_lookup_num_tokens=4, **how))
 
 
 @torch.no_grad()

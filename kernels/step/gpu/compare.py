@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kernels.step.decoder import Decoder, DecoderBlock
+from kernels.step.decoder import Decoder, DecoderBlock, NotNative
 from kernels.step.gpu.between import add_norm, turn_and_store
 from kernels.step.gpu.body import FusedBody, Joined
 from kernels.step.likeness import check_likeness
@@ -25,6 +25,8 @@ def check_fused(model: nn.Module, decoder: Decoder, joined: dict[int, Joined | N
     Raises:
         NotNative: something differs by more than rounding.
     """
+    if partial := next((block for block in decoder.blocks if not (block.attends and block.has_mlp)), None):
+        raise NotNative(f"{partial.name} has lost its attention or its MLP")
     body = FusedBody(decoder, TOKENS, TOKENS, joined)
     check_likeness(model, decoder, _prepared)
     own = torch.arange(TOKENS, device=body.device)
