@@ -141,6 +141,11 @@ class Method:
         """The share of each weight matrix that this method sets to 0, and that later methods of a recipe keep at 0."""
         return 0.0
 
+    @property
+    def by_position(self) -> bool:
+        """Whether a knob names linears by their order, so that the model must be checked as methods before leave it."""
+        return False
+
     def outline(self, model: nn.Module) -> None:
         """Remove from a model, which may be on the meta device, modules of the kind that `apply` would remove.
 

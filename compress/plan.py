@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from compress.inputs.model import check_device
 from compress.kv.attach import check_attach
 from compress.kv.policy import CacheMethod
+from compress.linear import sharing_copy
 from compress.memory import predicted
 from compress.method import RECOVER, Method, settle
 from compress.recipe import Recipe, methods_of
@@ -157,13 +158,23 @@ def check_recipe(
         ValueError: the methods cannot be combined, or one of them does not fit the model.
     """
     settled = settle(methods_of(recipe))
-    for method in settled:
+    for place, method in enumerate(settled):
         if awaited & {value for value in vars(method).values() if isinstance(value, str)}:
             continue
         with suppress(*(RuntimeError, NotImplementedError) if outline else ()):
-            method.check(model)
+            method.check(_left_by(settled[:place], model) if method.by_position else model)
     check_attach(model, [method for method in settled if isinstance(method, CacheMethod)])
     return settled
+
+
+def _left_by(methods: Sequence[Method], model: nn.Module) -> nn.Module:
+    """The model without the modules that these methods remove; it shares its weights with the model."""
+    if all(method.stage != "drop" for method in methods):
+        return model
+    smaller = sharing_copy(model)
+    for method in methods:
+        method.outline(smaller)
+    return smaller
 
 
 def _check_same(recipe: Sequence[Method], identity: Mapping[str, Any], calibration: Mapping[str, Any] | None) -> None:

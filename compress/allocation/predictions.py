@@ -41,7 +41,11 @@ class PredictionLoss:
 
     def of(self, index: int, solved: Mapping[str, Solved]) -> float:
         with _in_place(self.model, solved):
-            return divergence(self.expected, self._predictions(index))
+            return self.now(index)
+
+    def now(self, index: int) -> float:
+        """The loss of the model as it is now, of which the blocks before block `index` are unchanged."""
+        return divergence(self.expected, self._predictions(index))
 
     def of_end(self, name: str, solved: Solved) -> float:
         other = sharing_copy(self.model)

@@ -119,6 +119,11 @@ class LayerDrop(Method):
 
     def outline(self, model: nn.Module) -> None:
         kind = KINDS[self.target][0]
+        _, blocks = find_blocks(model)
+        if self.layers and kind != "block":
+            for index in self.chosen():
+                drop_part(blocks[index], kind, {})
+            return
         for number in range(len(self.chosen()) or self.count):
             _, blocks = find_blocks(model)
             parts = blocks if kind == "block" else [block for block in blocks if _has(block, kind)]

@@ -21,7 +21,9 @@ from compress.plan import plan
 from compress.recover.distil import Distil
 from compress.result import Result
 from compress.search.choices import search_method
+from compress.search.drops import dropping, kinds_of
 from compress.search.library import (
+    LEAST,
     ORIGINAL,
     Library,
     Timer,
@@ -85,6 +87,7 @@ def fit(
     method: Mixed | None = None,
     timer: Timer | None = None,
     minutes: float = 0.0,
+    drops: str = "",
     device: str | None = None,
     work_path: str | Path | None = None,
 ) -> Fit:
@@ -105,6 +108,7 @@ def fit(
             optimised, and not used otherwise.
         minutes: if above 0, the best models that keep the limits, at most three, are made again and trained so long by
             `distil`, on other text than their divergence is measured on, and ranked again.
+        drops: parts of blocks that may be left out, too: "attention", "mlp", "attention, mlp", or "" for none.
         device, work_path: as for `apply`. Measured losses and times are kept in the user's cache folder.
 
     Raises:
@@ -117,12 +121,12 @@ def fit(
         raise ValueError("`fit` times models, and several processes would find different choices: run one process")
     method = method or search_method()
     how: dict[str, Any] = {"device": device, "work_path": work_path}
-    training = training_of(minutes)
-    check_library(model, batches, method, most=wishes.max_bytes, device=device)
+    training, kinds = training_of(minutes), kinds_of(drops)
+    check_library(model, batches, method, most=wishes.max_bytes, device=device, kinds=kinds)
     if training:
-        plan([method, training], model, batches, device=device)
-    times = _times(model, method, wishes, timer)
-    library = measure_library(model, batches, method, device=device)
+        plan([*dropping(kinds), method, training], model, batches, device=device)
+    times = _times(model, method, wishes, timer, {"batches": batches, "kinds": kinds, "device": device})
+    library = measure_library(model, batches, method, device=device, kinds=kinds)
     return _Search(model, batches, wishes, library, times, timer, training, how).run()
 
 
@@ -135,8 +139,10 @@ def training_of(minutes: float) -> Distil | None:
     return Distil(minutes=minutes) if minutes else None
 
 
-def _times(model: PreTrainedModel, method: Mixed, wishes: Wishes, timer: Timer | None) -> Times | None:
-    """The times of all choices, before losses are measured, which takes longer.
+def _times(
+    model: PreTrainedModel, method: Mixed, wishes: Wishes, timer: Timer | None, more: dict[str, Any]
+) -> Times | None:
+    """The times of all choices, before losses are measured, which takes longer; more: arguments of `measure_times`.
 
     Raises:
         ValueError: a limit of speed for a model with experts, or one that no choices keep.
@@ -150,8 +156,8 @@ def _times(model: PreTrainedModel, method: Mixed, wishes: Wishes, timer: Timer |
         return None
     if timer is None or not wishes.timed:
         return None
-    times = measure_times(method, model, timer)
-    if not same_choices(method, model):  # a mixture may be faster than any model with one choice
+    times = measure_times(method, model, timer, **more)
+    if more["kinds"] or not same_choices(method, model):  # a mixture may be faster than any model with one choice
         return times
     for name, place in (("min_decode", 0), ("min_prefill", 1)):
         wish = getattr(wishes, name)
@@ -159,7 +165,7 @@ def _times(model: PreTrainedModel, method: Mixed, wishes: Wishes, timer: Timer |
             continue
         of = (times.decode, times.prefill)[place]
         parts = [[of[t] - 1 for t, one in method.methods.items() if where in one.places] for where in PLACES]
-        fastest = times.original[place] / max(1 + sum(min(part, default=0.0) for part in parts), 0.01)
+        fastest = times.original[place] / max(1 + sum(min(part, default=0.0) for part in parts), LEAST)
         if (rate := wish * times.original[place] if wishes.times else wish) > fastest:
             raise ValueError(
                 f"`{name}` (={rate:.0f} tokens/s) cannot be kept: the fastest choices reach about {fastest:.0f} "
@@ -186,7 +192,7 @@ class _Search:
             model, batches, wishes, library, times, timer, how,
         )  # fmt: skip
         self.training = training
-        self.program = LayersProgram(library.costs(times))
+        self.program = LayersProgram(library.costs(times), library.tied)
         self.factor = 1.0  # measured divergence of a whole model / sum of its layers' losses
         self.slower = 1.0, 1.0  # measured time of a whole model / predicted time, of decoding and of prompts
         further = getattr(batches, "further", lambda count: [])(VERIFIED)
@@ -234,7 +240,7 @@ class _Search:
 
     def _make(self, chosen: dict[str, str], *, uniform: bool = False) -> SearchRound:
         """Compress a copy of the model so, measure it, and correct the predictions by what it reached."""
-        result = apply([self.library.recipe(chosen, self.model)], sharing_copy(self.model), self.batches, **self.how)
+        result = apply(self.library.recipe(chosen, self.model), sharing_copy(self.model), self.batches, **self.how)
         kl = divergence(self.expected, self._logits(result.model))
         rates: tuple[float | None, float | None] = None, None
         costs, point = self.program.of(chosen), self._point(chosen)
@@ -246,7 +252,7 @@ class _Search:
                 rates = tuple(rate * ratio for rate, ratio in zip(self.times.original, ratios, strict=True))
             else:
                 rates = found["chosen"]
-            predicted = 1 + costs.decode, 1 + costs.prefill  # times, of which the original's is 1
+            predicted = max(1 + costs.decode, LEAST), max(1 + costs.prefill, LEAST)  # times; the original's is 1
             if not uniform:
                 self.slower = tuple(1 / ratio / time for ratio, time in zip(ratios, predicted, strict=True))
         if not uniform:
@@ -259,7 +265,7 @@ class _Search:
         """Make one of the models again, and train it on text without the windows on which it is measured."""
         before, (_, chosen) = self.rounds[index], self.made[index]
         text = self.batches.beyond(len(self.windows)) if hasattr(self.batches, "beyond") else self.batches
-        recipe = [self.library.recipe(chosen, self.model), training]
+        recipe = [*self.library.recipe(chosen, self.model), training]
         result = apply(recipe, sharing_copy(self.model), text, **self.how)
         kl, size = divergence(self.expected, self._logits(result.model)), bytes_beside(result.model, {})
         self.rounds.append(replace(before, divergence=kl, bytes=size, minutes=training.minutes))
@@ -354,7 +360,8 @@ class _Search:
         if self.times is not None:
             more = costs.decode, costs.prefill
             rates = [
-                rate / (1 + m) / slower for rate, m, slower in zip(self.times.original, more, self.slower, strict=True)
+                rate / max(1 + m, LEAST) / slower
+                for rate, m, slower in zip(self.times.original, more, self.slower, strict=True)
             ]
         return SearchPoint(round(costs.bytes) + self.library.beside, costs.loss * factor, *rates)
 

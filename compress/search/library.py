@@ -8,7 +8,7 @@ import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -22,7 +22,18 @@ from compress.allocation.candidates import Candidates, takes
 from compress.apply import split_all_experts
 from compress.embedding import find_ends, store_end
 from compress.linear import CompressedLinear, replace, sharing_copy, weight_of
+from compress.method import Method
 from compress.plan import Plan, plan
+from compress.search.drops import (
+    Losses,
+    dropping,
+    drops_in,
+    measure_drops,
+    parts_of_layers,
+    text_of,
+    thinner,
+    with_drops,
+)
 from compress.search.program import Costs
 from compress.walk.blocks import end_targets, find_blocks, targets
 from compress.walk.capture import device_of
@@ -31,7 +42,7 @@ from compress.walk.ends.solve import solve_end
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import Collector
 from compress.walk.walk import stored_as
-from compress.weights.mixed import Mixed
+from compress.weights.mixed import Mixed, windows
 from eval.record.search import SearchLayer
 from kernels import native
 from kernels.support.files import write_whole
@@ -42,6 +53,7 @@ from kernels.support.user_cache import cache_folder
 ORIGINAL = "original"
 KERNELS = Path(kernels.__file__).parent
 PHASES = "decode", "prefill"
+LEAST = 0.01  # of the original's time: nothing is predicted to take less
 
 # Models that decode: {name: tokens per second of decoding and of reading a prompt}, in the same turns.
 Timer = Callable[[Mapping[str, PreTrainedModel]], Mapping[str, tuple[float, float]]]
@@ -74,6 +86,7 @@ class Library:
         weights: the number of weights of each layer.
         ends: which of the layers are the embedding and the head.
         head: the one of these whose product takes time in each step; None if it has no choices.
+        parts: of each kind, by block, the layers of a part that may be left out.
     """
 
     method: Mixed
@@ -82,11 +95,17 @@ class Library:
     weights: dict[str, int]
     ends: tuple[str, ...]
     head: str | None
+    parts: dict[str, dict[int, list[str]]] = field(default_factory=dict)
 
     @property
     def texts(self) -> list[str]:
         """All choices."""
-        return list(self.method.methods)
+        return [*self.method.methods, *map(text_of, self.parts)]
+
+    @property
+    def tied(self) -> list[dict[str, str]]:
+        """Layers that are left out together, {layer: choice}."""
+        return [dict.fromkeys(names, text_of(kind)) for kind, of in self.parts.items() for names in of.values()]
 
     def kinds(self) -> list[list[str]]:
         """The layers in blocks, and the embedding and the head."""
@@ -119,10 +138,11 @@ class Library:
         fewer, more = [one for one in order if one[0] < cost], [one for one in order if one[0] > cost]
         return SearchLayer(name, text, cost, loss, fewer[-1] if fewer else (), more[0] if more else ())
 
-    def recipe(self, chosen: Mapping[str, str], model: nn.Module) -> Mixed:
-        """`mixed` with these choices of the layers."""
-        texts = {member: chosen[name] for name, layer in self.layers.items() for member in layer.members}
-        return self.method.choosing(model, texts)
+    def recipe(self, chosen: Mapping[str, str], model: nn.Module) -> list[Method]:
+        """Methods that drop what is left out, and `mixed` with the choices of the other layers."""
+        kept = {name: layer for name, layer in self.layers.items() if chosen[name] in self.method.methods}
+        texts = {member: chosen[name] for name, layer in kept.items() for member in layer.members}
+        return [*drops_in(chosen, self.parts), self.method.choosing(model, texts)]
 
 
 def check_library(
@@ -132,16 +152,20 @@ def check_library(
     *,
     most: float | None = None,
     device: str | None = None,
+    kinds: Sequence[str] = (),
 ) -> Plan:
     """The plan of a measurement of all choices, by which everything is refused that can be before the work.
 
     Args:
         method: of `search_method`.
         most: bytes that the whole model may have; None: any number.
+        kinds: of parts of blocks that may be left out, as `drops.kinds_of` gives them.
 
     Raises:
         ValueError: the model or the choices cannot be handled, or even the smallest choices take more bytes.
     """
+    if kinds:
+        plan([*dropping(kinds), method], model, batches, device=device)
     planned = plan([method], model, batches, device=device, work_path=cache_folder("search"))
     (method,) = planned.recipe
     if most is not None and (smallest := method.smallest_size(model)) > most:
@@ -159,12 +183,19 @@ def measure_library(
     method: Mixed,
     *,
     device: str | None = None,
+    kinds: Sequence[str] = (),
 ) -> Library:
-    """Measure the loss of every choice of every layer, on the model as it is; arguments and errors as in
-    `check_library`. What was measured is kept in the user's cache folder, so that the next search with the same model,
-    text and choices need not measure it again."""
-    planned = check_library(model, batches, method, device=device)
+    """Measure the loss of every choice of every layer, and without each part that may be left out, on the model as it
+    is; arguments and errors as in `check_library`. What was measured is kept in the user's cache folder, so that the
+    next search with the same model, text and choices need not measure it again."""
+    planned = check_library(model, batches, method, device=device, kinds=kinds)
     (method,) = planned.recipe
+    dropped: Losses = {}
+    if kinds:
+        kept = planned.store(0).beside("drops", without=("choices", "skip", "where"))
+        with evaluating(model):
+            probes = windows(batches, method.tokens)
+            dropped = measure_drops(model, batches, probes, kinds, planned.device, kept)
     work = sharing_copy(model)
     split_all_experts(work)
     with evaluating(work):
@@ -180,13 +211,15 @@ def measure_library(
         raise ValueError(f"`choices`: none can store {lost} together with the linears that read the same input")
     shapes = targets(work, method.skip, method.where)
     ends = {} if method.where == "blocks" else end_targets(work, method.skip)
+    parts = parts_of_layers(work, layers, dropped)
     return Library(
         method=method,
-        layers=layers,
+        layers=with_drops(layers, dropped, parts),
         beside=bytes_beside(work, shapes),
         weights={name: sum(prod(shapes[member]) for member in layer.members) for name, layer in layers.items()},
         ends=tuple(ends),
         head=head if (head := find_ends(work).head) in ends else None,
+        parts=parts,
     )
 
 
@@ -197,41 +230,55 @@ def same_choices(method: Mixed, model: nn.Module) -> bool:
     return all(takes(one, name, shape) for name, shape in shapes.items() for one in inside)
 
 
-def measure_times(method: Mixed, model: PreTrainedModel, timer: Timer) -> Times:
+def measure_times(
+    method: Mixed,
+    model: PreTrainedModel,
+    timer: Timer,
+    *,
+    batches: Sequence[Tensor] = (),
+    kinds: Sequence[str] = (),
+    device: str | None = None,
+) -> Times:
     """Time the original and a model for every choice of `mixed`, in the same turns; or the original alone, if a search
     for the same shapes and choices, on the same machine and with the same kernels, has measured their ratios before.
+    For every kind of part that may be left out, a model without a quarter of them is timed, and its change of time is
+    multiplied to that of all of them.
 
     Raises:
         ValueError: the timer gave no speed for a model.
     """
-    kept = cache_folder("search") / f"times-{_circumstances(method, model, timer)}.json"
+    texts = [*method.methods, *map(text_of, kinds)]
+    kept = cache_folder("search") / f"times-{_circumstances(texts, method.skip, model, timer)}.json"
     found = None
     with suppress(OSError, ValueError):
         found = json.loads(kept.read_text(encoding="utf-8"))
-    if isinstance(found, dict) and all(found.get(phase, {}).keys() == method.methods.keys() for phase in PHASES):
+    if isinstance(found, dict) and all(found.get(phase, {}).keys() == set(texts) for phase in PHASES):
         return Times(timer({ORIGINAL: model})[ORIGINAL], *(found[phase] for phase in PHASES), earlier=True)
-    rates = timer({ORIGINAL: model} | {text: _uniform(model, one, method) for text, one in method.methods.items()})
+    thin = {text_of(kind): thinner(model, kind, batches, device) for kind in kinds}
+    made = {text: _uniform(model, one, method) for text, one in method.methods.items()}
+    rates = timer({ORIGINAL: model, **made, **{text: one for text, (one, _) in thin.items()}})
     if odd := next((name for name, both in rates.items() if not all(0 < rate < float("inf") for rate in both)), ""):
         raise ValueError(f"`timer` gave {rates[odd]} for {odd}, which are no tokens per second")
     decode, prefill = rates[ORIGINAL]
+    as_many = {text: factor for text, (_, factor) in thin.items()}
     times = Times(
         (decode, prefill),
-        {text: decode / rates[text][0] for text in method.methods},
-        {text: prefill / rates[text][1] for text in method.methods},
+        {text: max(LEAST, 1 + as_many.get(text, 1) * (decode / rates[text][0] - 1)) for text in texts},
+        {text: max(LEAST, 1 + as_many.get(text, 1) * (prefill / rates[text][1] - 1)) for text in texts},
     )
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_whole(json.dumps({phase: getattr(times, phase) for phase in PHASES}), kept)
     return times
 
 
-def _circumstances(method: Mixed, model: PreTrainedModel, timer: Timer) -> str:
+def _circumstances(texts: Sequence[str], skip: str, model: PreTrainedModel, timer: Timer) -> str:
     """A hash of what times depend on: the model's shapes, the choices, the machine, its threads, kernels and timing."""
     device = device_of(model)
     card = (
         torch.cuda.get_device_name(device) if device.type == "cuda" else native.why_not() or native.isa(torch.bfloat16)
     )
     machine = platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), str(device), card
-    asked = model.config.to_json_string(), list(method.methods), method.skip, getattr(timer, "keywords", {})
+    asked = model.config.to_json_string(), texts, skip, getattr(timer, "keywords", {})
     code = code_sha256(KERNELS, KERNELS.parent / "eval" / "speed")
     return hashlib.sha256(json.dumps([*asked, machine, torch.__version__, code], default=str).encode()).hexdigest()[:16]
 

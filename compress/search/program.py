@@ -46,11 +46,12 @@ class LayersProgram:
 
     Args:
         layers: the choices of each layer, by their names; at least one each.
+        tied: groups of layers with the same choice, {layer: choice}, which all of them get or none of them.
 
     Source: the additive program of arXiv:2308.10438, section 4, solved exactly (HiGHS, scipy.optimize.milp).
     """
 
-    def __init__(self, layers: Mapping[str, Mapping[str, Costs]]) -> None:
+    def __init__(self, layers: Mapping[str, Mapping[str, Costs]], tied: Sequence[Mapping[str, str]] = ()) -> None:
         self.layers = {name: dict(choices) for name, choices in layers.items()}
         self.places = [(name, choice) for name, choices in self.layers.items() for choice in choices]
         self.costs = np.array([self.layers[name][choice].values() for name, choice in self.places])  # [choices, 4]
@@ -58,6 +59,11 @@ class LayersProgram:
         rows = [numbers[name] for name, _ in self.places]
         ones = np.ones(len(rows))
         self._one_each = csr_matrix((ones, (rows, range(len(rows)))), shape=(len(numbers), len(rows)))
+        self._tied = {place for group in tied for place in group.items()}
+        pairs = [(first, other) for group in tied for first, *more in [list(group.items())] for other in more]
+        self._same = np.zeros((len(pairs), len(rows)))
+        for row, (first, other) in zip(self._same, pairs, strict=True):
+            row[self.places.index(first)], row[self.places.index(other)] = 1, -1
 
     def best(self, minimise: str, limits: Mapping[str, float]) -> dict[str, str] | None:
         """The choice of every layer that makes the sum of `minimise` least; None if no choices keep all limits.
@@ -68,6 +74,8 @@ class LayersProgram:
         scale = np.abs(self.costs).max(0) + 1e-30  # the solver's tolerances are absolute
         scaled = self.costs / scale
         constraints = [LinearConstraint(self._one_each, 1, 1)]
+        if len(self._same):
+            constraints.append(LinearConstraint(self._same, 0, 0))
         for name, limit in limits.items():
             k = NAMES.index(name)
             constraints.append(LinearConstraint(scaled[:, k][None], -np.inf, limit / scale[k]))
@@ -89,12 +97,13 @@ class LayersProgram:
     def uniform(
         self, minimise: str, limits: Mapping[str, float], kinds: Sequence[Sequence[str]]
     ) -> dict[str, str] | None:
-        """As `best`, with one choice for all layers of a kind; None if no such choices keep all limits.
+        """As `best`, with one choice, none that is tied, for all layers of a kind; None if none keep all limits.
 
         Args:
             kinds: layers by their names, each in one kind; at most a few kinds.
         """
-        shared = [set.intersection(*(set(self.layers[name]) for name in kind)) for kind in kinds if kind]
+        free = {name: {c for c in own if (name, c) not in self._tied} for name, own in self.layers.items()}
+        shared = [set.intersection(*(free[name] for name in kind)) for kind in kinds if kind]
         made = [
             {name: choice for kind, choice in zip(filter(None, kinds), several, strict=True) for name in kind}
             for several in itertools.product(*(sorted(one) for one in shared))
@@ -107,11 +116,11 @@ class LayersProgram:
         return sum((self.layers[name][choice] for name, choice in chosen.items()), NOTHING)
 
     def front(self, minimise: str, over: str, limits: Mapping[str, float], points: int) -> list[Costs]:
-        """The least sums of `minimise` at evenly spread limits of `over`, from the least possible to the largest."""
+        """The least sums of `minimise` at evenly spread limits of `over`, from the least possible without tied choices
+        to the largest."""
         columns = self.costs[:, NAMES.index(over)]
-        rows = [
-            [c for c, (layer, _) in zip(columns, self.places, strict=True) if layer == name] for name in self.layers
-        ]
+        free = [(c, place) for c, place in zip(columns, self.places, strict=True) if place not in self._tied]
+        rows = [[c for c, (layer, _) in free if layer == name] for name in self.layers]
         least, most = sum(map(min, rows)), sum(map(max, rows))
         found = [self.best(minimise, {**limits, over: limit}) for limit in _spread(least, most, points)]
         return [self.of(one) for one in found if one is not None]

@@ -150,6 +150,10 @@ class Mixed(LayerwiseMethod):
         sets = [method.working_set for method in self.methods.values()] or [LayerwiseMethod.working_set]
         return max(one[0] for one in sets), max(one[1] for one in sets)
 
+    @property
+    def by_position(self) -> bool:
+        return bool(self.chosen)
+
     def own_passes(self) -> str:
         return "" if self.chosen else "the losses by which the budget is shared out"
 
@@ -265,9 +269,10 @@ class Mixed(LayerwiseMethod):
         return found
 
     def choosing(self, model: nn.Module, texts: Mapping[str, str]) -> "Mixed":
-        """The same, with the choice of every linear given: texts {linear: one of `methods`}."""
-        order = list(self.methods)
-        letters = [string.ascii_letters[order.index(texts[n])] for n in targets(model, self.skip, self.where)]
+        """The same, with the choice of every linear given: texts {linear: one of `methods`}. Linears without a text
+        are those that methods before this one drop."""
+        order, named = list(self.methods), [n for n in targets(model, self.skip, self.where) if n in texts]
+        letters = [string.ascii_letters[order.index(texts[n])] for n in named]
         runs = [(letter, len(list(run))) for letter, run in groupby(letters)]
         chosen = "".join(letter if count == 1 else f"{letter}{count}" for letter, count in runs)
         return type(self)(choices=self.choices, skip=self.skip, sequential=self.sequential, chosen=chosen)

@@ -1,6 +1,7 @@
 """`fit`: the best choice of every layer under limits, what it says of impossible limits, and recipes with given
 choices."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from compress import METHODS, Wishes, apply, calibration, fit, load_compressed, load_model, save_compressed
-from compress.allocation.predictions import ScaledLoss
+from compress.allocation.predictions import ScaledLoss, divergence
 from compress.checkpoint.fits import check_save_format
 from compress.formats import bits_of
 from compress.linear import compressed_linears
@@ -23,6 +24,7 @@ from compress.walk.blocks import targets
 from compress.walk.ends import solve
 from compress.walk.statistics import Collector
 from compress.walk.walk import stored_as
+from compress.weights.mixed import windows
 from eval.machine.size import size
 from eval.record.rows import typed
 from reports.page import search
@@ -78,6 +80,81 @@ def test_the_program_finds_the_least_of_all_combinations(seed):
         assert getattr(found, minimise) == pytest.approx(min(getattr(one, minimise) for one in kept), rel=1e-3)
         assert all(getattr(found, name) <= limit * (1 + 1e-6) for name, limit in limits.items())
     assert set(NAMES) == {"bytes", "loss", "decode", "prefill"}
+
+
+@pytest.mark.parametrize("limit", [1.0, 1.6, 2.2])
+def test_tied_choices_are_taken_together_or_not(limit):
+    """The least of all combinations that keep the ties; no uniform choice is a tied one."""
+    generator = torch.Generator().manual_seed(3)
+    layers = {
+        f"l{i}": {f"c{j}": Costs(*torch.rand(4, generator=generator).tolist()) for j in range(2)} for i in range(5)
+    }
+    for i, loss in enumerate((0.1, 0.2, 0.3, 0.3)):
+        layers[f"l{i}"]["gone"] = Costs(0.0, loss)
+    tied = [{"l0": "gone", "l1": "gone"}, {"l2": "gone", "l3": "gone"}]
+    program = LayersProgram(layers, tied)
+    every = [dict(zip(layers, texts, strict=True)) for texts in itertools.product(*layers.values())]
+    kept = [one for one in every if all(len({one[n] == "gone" for n in pair}) == 1 for pair in tied)]
+    within = [program.of(one).loss for one in kept if program.of(one).bytes <= limit]
+    assert program.of(program.best("loss", {"bytes": limit})).loss == pytest.approx(min(within), rel=1e-3)
+    assert "gone" not in program.uniform("loss", {"bytes": 9.0}, [["l0", "l1", "l2", "l3"], ["l4"]]).values()
+    front = [one.loss for one in program.front("loss", "bytes", {}, 4)]
+    assert len(front) == 4 and front == sorted(front, reverse=True)
+
+
+def test_attention_layers_and_mlps_may_be_left_out(tiny, tokens):
+    """Predicted bytes are those of the model that is made, losses those of models without one part, times those of a
+    thinner model; the recipe makes the model again."""
+    model, batches = tiny("llama", num_hidden_layers=4), tokens()
+
+    def by_weights(models):
+        sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()}
+        return {
+            name: (1e6 / (sizes[name] + sum(w.nbytes for w in compressed_linears(m).values())),) * 2
+            for name, m in models.items()
+        }
+
+    method, kinds = chooser("rtn(bits={4, 8}, group_size=16)"), ("attention", "mlp")
+    library = measure_library(model, batches, method, kinds=kinds)
+    (layers,) = {tuple(names) for names in library.parts["mlp"].values() if "model.layers.1.mlp.gate_proj" in names}
+    drop = METHODS["layer_drop"](target="mlp", layers="1")
+    gone = apply([drop], copy.deepcopy(model), batches).model
+    probes = windows(batches, method.tokens)
+    with torch.no_grad():
+        expected = divergence([model(ids).logits for ids in probes], [gone(ids).logits for ids in probes])
+    assert sum(library.layers[name].choices["without mlp"].loss for name in layers) == pytest.approx(expected, rel=1e-4)
+    assert [len(of) for of in library.parts.values()] == [3, 3], "one of each must stay"
+    times = measure_times(library.method, model, by_weights, batches=batches, kinds=kinds)
+    whole = by_weights({"": model})[""][0]
+    thin = by_weights(
+        {"": apply([METHODS["layer_drop"](target="mlp", layers="2")], copy.deepcopy(model), batches).model}
+    )
+    assert times.decode["without mlp"] == pytest.approx(1 + 3 * (whole / thin[""][0] - 1))
+
+    wishes = Wishes(max_bytes=0.7 * size(model).stored_bytes, min_decode=1.55, times=True)
+    found = fit(model, batches, wishes, method=method, timer=by_weights, drops="mlp, attention")
+    kept, used = found.record.rounds[found.record.kept], found.record.used
+    assert used["without mlp"] + used["without attention"] > 0 and sum(used.values()) == 28
+    assert kept.bytes == kept.point.bytes and len(compressed_linears(found.model)) == sum(list(used.values())[:2])
+    again = apply(found.result.recipe, copy.deepcopy(model), batches).model
+    assert torch.equal(again(batches[0]).logits, found.model(batches[0]).logits)
+    for wrong in ("head", "mlp, mlp"):
+        with pytest.raises(ValueError, match=r"`drops` .* must name parts of blocks"):
+            fit(model, batches, wishes, method=method, timer=by_weights, drops=wrong)
+    with pytest.raises(ValueError, match=r"`chosen` .* is for 25 linears .* this model has 28"):
+        apply(found.result.recipe[1:], copy.deepcopy(model), batches)
+
+
+def test_parts_without_which_a_model_does_not_run_are_refused_before_the_work(tiny, tokens, monkeypatch):
+    monkeypatch.setattr("compress.weights.mixed.Mixed.candidates", None)
+    with pytest.raises(ValueError, match=r"layer_drop"):
+        fit(
+            tiny("opt", do_layer_norm_before=False),
+            tokens(),
+            Wishes(max_bytes=1e9),
+            method=chooser(),
+            drops="attention",
+        )
 
 
 def test_one_choice_for_all_layers_of_a_kind():

@@ -22,7 +22,7 @@ WISHES = {  # limits of `fit`: parameters of its notebook
     "max_kl": "largest divergence from the original, nats per token",
 }
 _ARGUMENTS = {"model_name": "MODEL", "recipe": "RECIPE", "save_path": "--out", SAVE_FORMAT: "--format"}
-_ARGUMENTS |= {name: f"--{name.replace('_', '-')}" for name in (*WISHES, "minutes")}
+_ARGUMENTS |= {name: f"--{name.replace('_', '-')}" for name in (*WISHES, "minutes", "drops")}
 
 
 def declare(command, verb: str) -> argparse.ArgumentParser:
@@ -40,6 +40,8 @@ def declare(command, verb: str) -> argparse.ArgumentParser:
             parser.add_argument(_ARGUMENTS[name], metavar="LIMIT", default="", help=help)
         trained = "minutes of training of each of the best models, at most three, which are then ranked again"
         parser.add_argument("--minutes", metavar="MINUTES", default="0", help=trained)
+        left_out = "parts of blocks that may be left out, too: attention, mlp, or both with a comma between"
+        parser.add_argument("--drops", metavar="PARTS", default="", help=left_out)
     parser.add_argument("--out", metavar="DIR", required=True, help="new folder for the model, its record and its page")
     parser.add_argument(
         "--format",
@@ -62,7 +64,7 @@ def given(options: argparse.Namespace) -> list[list[str]]:
     asked = {"model_name": options.model, "save_path": options.out, SAVE_FORMAT: _format(options.format)}
     if options.verb == "fit":
         asked |= {name: getattr(options, name) or ("0" if name == "max_kl" else "") for name in WISHES}
-        asked["minutes"] = options.minutes
+        asked |= {"minutes": options.minutes, "drops": options.drops}
         asked = {"choices": _standard(options.format), **dict(options.parameter), **asked}
     else:
         asked["recipe"] = options.recipe
