@@ -15,13 +15,15 @@ from kernels.support.errors import first_line
 
 _LOCAL = {
     "wikitext2": "wikitext2_raw/test.parquet", "c4": "calib_c4/train.parquet",
-    "essays": "paul_graham_essays/train.parquet",
+    "essays": "paul_graham_essays/train.parquet", "wikipedia": "calib_wikipedia/train.parquet",
 }  # fmt: skip
 _ON_HUB = {
     "wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1",
     "c4": "allenai/c4:en",
     "essays": "sgoel9/paul_graham_essays",
+    "wikipedia": "wikimedia/wikipedia:20231101.en",
 }
+SEVERAL = " + "  # between the names of corpora whose documents are taken together
 PARTS = ("calibration", "evaluation")
 EVALUATION_SHARE = 4  # one document in four is held out if a corpus has no split of its own
 SHORT = 64  # characters of a document; texts share shorter ones, which are headings and the like, by chance
@@ -31,9 +33,10 @@ def load_text(corpus: str, part: str) -> list[str]:
     """Documents of one part of a corpus.
 
     Args:
-        corpus: "pydocs" (Python's own language reference, always there), "wikitext2" (raw), "c4", "essays", a path
-            (.parquet, .jsonl, .json, .txt), or a hub data set as "owner/name" or "owner/name:configuration". A column
-            `messages` holds chats.
+        corpus: "pydocs" (Python's own language reference, always there), "wikitext2" (raw), "c4", "wikipedia",
+            "essays", a path (.parquet, .jsonl, .json, .txt), or a hub data set as "owner/name" or
+            "owner/name:configuration". A column `messages` holds chats. Several are taken together, one after the
+            other, as "c4 + wikipedia".
         part: "calibration" or "evaluation".
 
     Raises:
@@ -48,6 +51,8 @@ def _part(corpus: str, part: str) -> list[str]:
     """One part of a corpus, with documents that other corpora may hold, too."""
     if not isinstance(corpus, str) or not corpus.strip():
         raise ValueError(f"`corpus` (={corpus!r}) must be a name; {_what_would_do()}")
+    if SEVERAL in corpus:
+        return [document for name in names_of(corpus) for document in _part(name, part)]
     if corpus in CORPORA:
         documents = CORPORA[corpus](part)
     elif Path(corpus).suffix in READERS:
@@ -72,12 +77,12 @@ def apart(corpus: str, scored: str = "") -> tuple[list[str], int]:
 
     Args:
         scored: the corpus on whose evaluation part the model will be scored; "": it is not known. The test set of
-            wikitext2, if it is on this machine, counts as scored in any case, unless the corpus is a well-known one.
+            wikitext2, if it is on this machine, counts as scored in any case, unless the corpus cannot hold it.
     """
     documents = _part(corpus, "calibration")
     test_set = shared_data() / _LOCAL["wikitext2"]
     known = _keys(_part(scored, "evaluation")) if scored else set()
-    if corpus not in CORPORA and test_set.is_file():
+    if not APART.issuperset(names_of(corpus)) and test_set.is_file():
         known = known | _keys(documents_of(test_set))
     kept = [d for d in documents if _key(d) not in known]
     return kept, len(documents) - len(kept)
@@ -88,6 +93,10 @@ def check_corpus(corpus: str, part: str) -> None:
 
     Args: as in `load_text`.
     """
+    if SEVERAL in corpus:
+        for name in names_of(corpus):
+            check_corpus(name, part)
+        return
     file = _LOCAL.get(corpus)
     if corpus == "pydocs" or (
         file and (corpus, part) != ("wikitext2", "calibration") and (shared_data() / file).is_file()
@@ -107,7 +116,8 @@ def shared_data() -> Path:
 
 def local_file(corpus: str) -> Path | None:
     """The local file of a corpus, if it is one file; None for corpora from the hub."""
-    return next(iter(sources(corpus).files), None)
+    files = sources(corpus).files
+    return files[0] if len(files) == 1 and SEVERAL not in corpus else None
 
 
 @dataclass(frozen=True)
@@ -120,6 +130,9 @@ class Sources:
 
 def sources(corpus: str) -> Sources:
     """The sources from which `load_text` reads a corpus; empty for a name that is no corpus."""
+    if SEVERAL in corpus:
+        every = [sources(name) for name in names_of(corpus)]
+        return Sources(sum((one.files for one in every), ()), sum((one.repositories for one in every), ()))
     if corpus == "pydocs":
         from pydoc_data import topics
 
@@ -133,6 +146,11 @@ def sources(corpus: str) -> Sources:
     if path.suffix in READERS:
         return Sources((path,) if path.is_file() else ())
     return Sources((), (corpus.partition(":")[0],) if _is_hub_id(corpus) else ())
+
+
+def names_of(corpus: str) -> list[str]:
+    """The corpora that a text names, each once."""
+    return list(dict.fromkeys(name.strip() for name in corpus.split(SEVERAL)))
 
 
 def _is_hub_id(corpus: str) -> bool:
@@ -174,12 +192,25 @@ def _essays(part: str) -> list[str]:
     return _split("essays", documents_of(local), part) if local.is_file() else _hub(_ON_HUB["essays"], part)
 
 
+def _wikipedia(part: str) -> list[str]:
+    """Articles of the English Wikipedia; from the hub, the first of one file."""
+    local = shared_data() / _LOCAL["wikipedia"]
+    if local.is_file():
+        return _split("wikipedia", documents_of(local), part)
+    name, _, folder = _ON_HUB["wikipedia"].partition(":")
+    first, pinned = f"{folder}/train-00000-of-00041.parquet", revision("datasets", name)
+    documents = _load("wikipedia", name, data_files=first, split="train[:20000]", revision=pinned)
+    return _split("wikipedia", documents, part)
+
+
 CORPORA: dict[str, Callable[[str], list[str]]] = {
     "pydocs": _pydocs,
     "wikitext2": _wikitext2,
     "c4": _c4,
     "essays": _essays,
+    "wikipedia": _wikipedia,
 }
+APART = CORPORA.keys() - {"wikipedia"}  # cannot hold documents of the test set of wikitext2, which are of Wikipedia
 
 
 def _hub(corpus: str, part: str) -> list[str]:
@@ -265,4 +296,4 @@ def _key(document: str) -> bytes:
 
 def _what_would_do() -> str:
     files = ".parquet, .jsonl, .json or .txt file"
-    return f"it can be {', '.join(CORPORA)}, a {files}, or a hub data set like owner/name"
+    return f"it can be {', '.join(CORPORA)}, a {files}, a hub data set like owner/name, or several with + between"

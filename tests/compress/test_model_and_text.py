@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -17,7 +18,7 @@ from compress import METHODS, apply, calibration, held_out, load_model, save_com
 from compress.checkpoint.gguf.embedded import EMBEDDED
 from compress.inputs import gguf
 from compress.inputs.calibration import beginning
-from compress.inputs.corpus import PARTS, apart, load_text
+from compress.inputs.corpus import PARTS, apart, check_corpus, load_text, local_file, sources
 from compress.inputs.gguf import shuffle
 from compress.walk.identity import weights_sha256
 from eval.writing.generation import encode_prompt
@@ -194,6 +195,34 @@ def test_files_are_corpora(tmp_path, suffix, real):
     assert sorted(calibration_part + evaluation_part) == sorted(documents)
     batches = calibration(real[1], corpus=str(path), samples=4, seqlen=16)
     assert all(b.shape == (1, 16) for b in batches)
+
+
+def test_several_corpora_are_taken_together(tmp_path, monkeypatch):
+    """Each keeps its own parts; a run knows all files; one that is missing is named."""
+    for name in "ab":
+        rows = [json.dumps({"text": f"{name} document {i} " + "word " * 20}) for i in range(40)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    a, b = (str(tmp_path / f"{name}.jsonl") for name in "ab")
+    for part in PARTS:
+        assert load_text(f"{a} + {b}", part) == load_text(a, part) + load_text(b, part)
+    assert load_text(f"{a} + {a}", "evaluation") == load_text(a, "evaluation")
+    assert [path.name for path in sources(f"{a} + {b}").files] == ["a.jsonl", "b.jsonl"]
+    assert local_file(a).name == "a.jsonl" and local_file(f"{a} + {b}") is None
+    check_corpus(f"{a} + {b}", "calibration")
+    for broken in (f"{a} + nothing.jsonl", f"{a} + "):
+        with pytest.raises(ValueError, match="`corpus`"):
+            check_corpus(broken, "calibration")
+    assert apart(f"{a} + {b}", a)[1] == 0, "the parts of one corpus do not overlap"
+
+
+def test_wikipedia_holds_nothing_of_wikitext2(data, real):
+    documents, left_out = apart("wikipedia", "wikitext2")
+    assert len(documents) > 1000 and left_out == 0
+    runs = []  # of 13 words
+    for texts in (documents, load_text("wikitext2", "evaluation")):
+        words = re.findall(r"\w+", " ".join(texts).lower())
+        runs.append(set(zip(*(words[i:] for i in range(13)), strict=False)))
+    assert runs[0] and runs[1] and not runs[0] & runs[1]
 
 
 def test_calibration_is_seeded_and_knows_itself(real):

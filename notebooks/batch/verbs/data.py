@@ -115,11 +115,14 @@ def _model(need: Need, fetch: bool) -> Answer:
 
 
 def _text(need: Need, fetch: bool) -> Answer:
-    from compress.inputs.corpus import check_corpus, load_text, sources
+    from compress.inputs.corpus import check_corpus, load_text, names_of, sources
     from eval.contexts.haystack import NOISE
 
     if need.name == NOISE:
         return Answer("there", "made when it is needed")
+    if len(names := names_of(need.name)) > 1:
+        answers = [_text(need._replace(name=name), fetch) for name in names]
+        return next((one for one in answers if one.state != "there"), answers[0])
     part, found = need.kind.partition(" ")[0], sources(need.name)
     check_corpus(need.name, part)
     if found.files and not (found.repositories and part == "calibration"):
