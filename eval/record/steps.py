@@ -92,6 +92,78 @@ class Explanation:
         return said
 
 
+@dataclass(frozen=True)
+class PromptPart:
+    """A part of a pass over a prompt, of all blocks together.
+
+    operations: two for each multiply-add. seconds: of one pass. kernels: what multiplies it.
+    """
+
+    operations: float
+    seconds: float
+    kernels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PromptTimes:
+    """A pass over a prompt. parts: by name; what is left of `seconds` are sums, norms, gates and Python."""
+
+    parts: dict[str, PromptPart]
+    seconds: float
+
+    @property
+    def rest(self) -> float:
+        """Seconds that belong to no part."""
+        return max(self.seconds - sum(part.seconds for part in self.parts.values()), 0.0)
+
+    @property
+    def operations(self) -> float:
+        """Operations of all parts."""
+        return sum(part.operations for part in self.parts.values())
+
+
+@dataclass(frozen=True)
+class PromptExplanation:
+    """Passes over a prompt of several models, in turns, the one in 16 bits first.
+
+    tokens: of the prompt. rate: operations per second of this device's fastest large product in 16 bits, 0 if unknown.
+    disturbed: what else used the processor meanwhile, or "".
+    """
+
+    prompts: dict[str, PromptTimes]
+    tokens: int
+    rate: float
+    disturbed: str
+
+    def sentences(self, name: str) -> list[str]:
+        """What makes this model's passes as fast as they are."""
+        before, after = next(iter(self.prompts.values())), self.prompts[name]
+        said = [
+            f"It reads a prompt {before.seconds / after.seconds:.2f} times as fast as in 16 bits: {_ms(after.seconds)} "
+            f"for {self.tokens:,} tokens instead of {_ms(before.seconds)}. All tokens use every weight, so that fewer "
+            "bytes save nothing; only fewer operations, or faster ones in 8 bits, do."
+        ]
+        if self.rate:
+            least = after.operations / self.rate
+            said.append(
+                f"Its {after.operations / 1e9:,.0f} billion operations would take {_ms(least)} at the rate of this "
+                f"device's fastest large product in 16 bits, {_share(least / after.seconds)} of the time."
+            )
+        both = [part for part in after.parts if part in before.parts]
+        slower = [part for part in both if after.parts[part].seconds > 1.05 * before.parts[part].seconds]
+        if slower:
+            more = sum(after.parts[part].seconds - before.parts[part].seconds for part in slower)
+            said.append(f"Slower than in 16 bits: {_listed(slower)}, by {_ms(more)} together.")
+        if after.rest > 0.05 * after.seconds:
+            said.append(
+                f"{_ms(after.rest)} ({_share(after.rest / after.seconds)}) lie outside the products and attention: "
+                "sums, norms, gates and Python."
+            )
+        if self.disturbed:
+            said.append(f"These times are noisy: {self.disturbed}.")
+        return said
+
+
 def _positive(*numbers: float | None) -> bool:
     """Are all of them positive and finite? A record that was edited may hold any number."""
     return all(number is not None and 0 < number < math.inf for number in numbers)

@@ -5,6 +5,7 @@ Between them are three ops (`kernels.step.between`) and attention (`prompt_atten
 is in float32, and every result is rounded to the model's 16 bits once.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,8 +27,27 @@ from kernels.step.decoder import Decoder, DecoderBlock, NotNative, recognise
 from kernels.step.joined import Joined, joined
 from kernels.step.likeness import check_likeness, check_logits, difference, shaken
 
+REST = "the rest"  # sums, norms, gates and the embedding
 QUERIES = 128  # number of queries whose scores are computed at once if there is a soft cap
 CHECKED = 4  # number of last tokens of a prompt whose logits are compared
+
+
+class Laps:
+    """The time of the parts of passes. seconds: by the name of a part, summed up over all passes."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = 0.0
+
+    def start(self) -> None:
+        """Begin a pass."""
+        self._since = time.perf_counter()
+
+    def __call__(self, part: str) -> None:
+        """Count the time since the last call for this part."""
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._since
+        self._since = now
 
 
 class DecoderForward:
@@ -40,6 +60,9 @@ class DecoderForward:
 
     Raises:
         NotNative: there are no C++ kernels, or the dtype is not bfloat16 or float16.
+
+    Attributes:
+        laps: counts the time of the parts of passes, if set.
     """
 
     def __init__(self, decoder: Decoder, laid_out: int = 0) -> None:
@@ -48,6 +71,7 @@ class DecoderForward:
         if reason := native.why_not():
             raise NotNative(reason)
         self.decoder, self._laid_out = decoder, laid_out if lays_out(decoder.dtype) else 0
+        self.laps: Laps | None = None
         self._dense: dict[int, Tensor] = {}  # key: the weight's address
         self._joined: dict[int, Joined | None] = {}  # key: the first linear's id
         self._apart = max(native.FEW_ROUNDED, native.most_in_loops())  # tokens up to which linears are not joined
@@ -79,8 +103,10 @@ class DecoderForward:
         Returns:
             logits [batch, keep, vocabulary] in the model's dtype.
         """
-        decoder = self.decoder
+        decoder, lap = self.decoder, self.laps or _no_lap
         batch, tokens = ids.shape
+        if self.laps:
+            self.laps.start()
         if positions is None:
             positions = torch.arange(slot, slot + tokens).expand(batch, -1)
         positions = positions.contiguous()
@@ -92,31 +118,43 @@ class DecoderForward:
         residual = (residual if stream is None else stream.rotation(residual.float())).float().contiguous()
         x = residual.new_empty(residual.shape, dtype=decoder.dtype)
         added = after = None
-        last = next((block for block in reversed(decoder.blocks) if block.attends), None)
+        final = next((block for block in reversed(decoder.blocks) if block.attends), None)
         for place, block in enumerate(decoder.blocks):
             if block.attends:
                 add_norm(residual, added, after, block.before_attention, x)
+                lap(REST)
                 qkv, tables = self._products((block.q, block.k, block.v), x), decoder.rotary.of(block.kind, length)
+                lap("q, k, v")
                 if cache is not None:
                     attended = attend_by_cache(cache, block, qkv, x, tables, positions).flatten(-2)
                 else:
                     attended = self._attention(block, rooms[place], qkv, tables, positions, seen)
-                if block is last and keep < tokens:
+                lap("attention")
+                if block is final and keep < tokens:
                     attended, residual = attended[:, -keep:].contiguous(), residual[:, -keep:].contiguous()
                     x = x.new_empty(residual.shape)
                 added, after = self._product(block.o, attended), block.after_attention
+                lap("o")
             elif cache is not None:
                 cache.pass_over(block.index, residual.new_zeros(batch, 1, tokens, 1, dtype=decoder.dtype))
             else:
                 rooms[place].length.fill_(slot + tokens)
             if block.has_mlp:
                 add_norm(residual, added, after, block.before_mlp, x)
-                inner = gated(*self._products((block.gate, block.up), x), block.activation)
+                lap(REST)
+                both = self._products((block.gate, block.up), x)
+                lap("gate, up")
+                inner = gated(*both, block.activation)
+                lap(REST)
                 added, after = self._product(block.down, inner), block.after_mlp
+                lap("down")
         if stream is not None:
             add_norm(residual, added, after, None, x)
             residual, added, after = stream.rotation.back(residual).contiguous(), None, None
-        logits = self._product(decoder.head, add_norm(residual, added, after, decoder.norm, x))
+        last = add_norm(residual, added, after, decoder.norm, x)
+        lap(REST)
+        logits = self._product(decoder.head, last)
+        lap("head")
         return decoder.cap * (logits / decoder.cap).tanh() if decoder.cap else logits
 
     def _product(self, linear: nn.Module, x: Tensor) -> Tensor:
@@ -163,6 +201,10 @@ class DecoderForward:
         room.length.fill_(seen.slot + seen.tokens)
         q = q.unflatten(-1, (-1, block.channels)).transpose(1, 2)  # [batch, heads, tokens, channels]
         return seen.attend(block, q, room).flatten(-2)
+
+
+def _no_lap(part: str) -> None:
+    """Nothing is timed."""
 
 
 @dataclass

@@ -9,8 +9,8 @@ from compress import apply, load_model
 from compress.linear import sharing_copy
 from eval.record.rows import typed
 from eval.record.speed import StepPart
-from eval.record.steps import Explanation, StepTimes
-from eval.speed.explain import explain
+from eval.record.steps import Explanation, PromptExplanation, PromptPart, PromptTimes, StepTimes
+from eval.speed.explain import explain, explain_prompts
 from eval.speed.step_parts import time_parts
 from kernels import native
 from notebooks.batch.cli import main
@@ -51,6 +51,44 @@ def test_the_parts_of_a_step_have_the_bytes_of_the_model():
         assert all(part.seconds > 0 and part.least > 0 for part in step.parts.values())
         assert sum(part.seconds for part in step.parts.values()) <= step.seconds
     assert "Kept in 16 bits: head" in " ".join(found.sentences(RECIPE))
+
+
+@needs_step
+@torch.no_grad()
+def test_the_parts_of_a_prompt_have_the_operations_of_the_model():
+    """Their times sum up to at most the pass's; a part that was dropped is missing; nothing is timed afterwards."""
+    model, _ = load_model("tiny")
+    compressed = apply(
+        f"layer_drop(target=mlp, layers='1'), {RECIPE}", sharing_copy(model), [torch.arange(40)[None]]
+    ).model
+    found = explain_prompts({"16 bits": model, "x": compressed}, prompt_tokens=24, rounds=2)
+    before, after = found.prompts.values()
+    assert list(before.parts) == ["q, k, v", "attention", "o", "gate, up", "down", "head"]
+    blocks = model.model.layers
+    for part, names in (("o", ["self_attn.o_proj"]), ("gate, up", ["mlp.gate_proj", "mlp.up_proj"])):
+        weights = [block.get_submodule(name).weight for block in blocks for name in names]
+        assert before.parts[part].operations == 2 * 24 * sum(w.numel() for w in weights)
+    heads = model.model.layers[0].self_attn.q_proj.out_features
+    assert before.parts["attention"].operations == len(blocks) * 4 * heads * 24 * 25 / 2
+    assert before.parts["head"].operations == 2 * model.lm_head.weight.numel(), "of the last token alone"
+    assert after.parts["down"].operations == before.parts["down"].operations * (len(blocks) - 1) / len(blocks)
+    assert after.parts["down"].kernels == ("int_matmul",) and before.parts["down"].kernels == ("linear",)
+    for one in (before, after):
+        assert all(part.seconds > 0 for part in one.parts.values()) and one.rest >= 0
+    assert found.rate > 0 and "24 tokens" in found.sentences("x")[0]
+    with pytest.raises(ValueError, match="`prompt`"):
+        explain_prompts({"16 bits": model}, prompt_tokens=1)
+
+
+def test_what_is_said_of_a_prompt_follows_from_the_times():
+    def times(up, whole):
+        return PromptTimes({"gate, up": PromptPart(1e9, up), "o": PromptPart(1e9, 1e-2)}, whole)
+
+    found = PromptExplanation({"16 bits": times(2e-2, 4e-2), "x": times(4e-2, 8e-2)}, 512, 1e11, "")
+    said = " ".join(found.sentences("x"))
+    assert "0.50 times as fast as in 16 bits: 80.00 ms for 512 tokens instead of 40.00 ms." in said
+    assert "2 billion operations would take 20.00 ms" in said and "25 % of the time." in said
+    assert "Slower than in 16 bits: gate, up, by 20.00 ms together." in said and "30.00 ms (38 %) lie outside" in said
 
 
 def test_what_is_said_follows_from_the_times():
@@ -140,6 +178,11 @@ def test_the_table_of_parts_is_printed(capsys):
     assert main(["explain", "tiny", RECIPE, "--rounds", "1", "--context", "16"]) == 0
     said = capsys.readouterr().out
     assert "gate, up" in said and "int_matmul" in said and "By the bytes that a token reads" in said
+    assert main(["explain", "tiny", RECIPE, "--rounds", "1", "--prompt", "16"]) == 0
+    said = capsys.readouterr().out
+    assert "gate, up" in said and "int_matmul" in said and "a prompt of 16 tokens" in said and "GFLOP/s" in said
+    assert main(["explain", "tiny", RECIPE, "--prompt", "1000000"]) == 2
+    assert "`--prompt` (=1000000) must be at most" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -148,6 +191,7 @@ def test_the_table_of_parts_is_printed(capsys):
         (["tiny", "snapkv"], "is of the cache"),
         (["tiny", ""], "`recipe` (='') must name methods"),
         (["tiny", RECIPE, "--context", "0"], "`--context` (=0) must be 1 or more"),
+        (["tiny", RECIPE, "--prompt", "0"], "`--prompt` (=0) must be 1 or more"),
         (["no/such folder", RECIPE], "MODEL"),
     ],
 )

@@ -1,4 +1,5 @@
-"""`workbench explain MODEL RECIPE`: where the time of a decoded token goes, in 16 bits and after a recipe."""
+"""`workbench explain MODEL RECIPE`: where the time of a decoded token, or of a prompt, goes, in 16 bits and after a
+recipe."""
 
 import argparse
 from typing import Any
@@ -11,11 +12,13 @@ def declare(command) -> None:
     parser = command(
         "explain",
         explain,
-        "time the parts of a decoding step, in 16 bits and after a recipe, and say what limits them",
+        "time the parts of a decoding step or a prompt, in 16 bits and after a recipe, and say what limits them",
         ("model", {"metavar": "MODEL", "help": "a folder, a .gguf file, a hub id, or smollm2-135m (embedded)"}),
         ("recipe", {"metavar": "RECIPE", "help": 'methods in order, with their knobs: "gptq(bits=4)"'}),
     )
     parser.add_argument("--context", metavar="N", type=int, default=512, help="cached tokens (default: 512)")
+    prompt = "explain a pass over a prompt of N tokens instead of a decoded token"
+    parser.add_argument("--prompt", metavar="N", type=int, help=prompt)
     parser.add_argument("--rounds", metavar="N", type=int, default=5, help="rounds of timing (default: 5)")
 
 
@@ -23,21 +26,33 @@ def explain(options: argparse.Namespace) -> int:
     """Compress a copy of the model with two short texts, and print the times of its parts beside the original's."""
     from notebooks.batch.verbs.loading import check_model
 
-    for option in ("context", "rounds"):
-        if getattr(options, option) < 1:
-            raise ValueError(f"`--{option}` (={getattr(options, option)}) must be 1 or more")
+    for option in ("context", "rounds", "prompt"):
+        if (value := getattr(options, option)) is not None and value < 1:
+            raise ValueError(f"`--{option}` (={value}) must be 1 or more")
     check_model(options.model, "MODEL")
     recipe = _recipe(options.recipe)
     from compress import apply, calibration, load_model
     from compress.linear import sharing_copy
+    from eval.machine.size import positions
     from eval.speed import explain as timing
     from notebooks.batch.status import aligned
 
     model, tokenizer = load_model(options.model)
-    timing.check_explained(model, prompt_tokens=options.context)
+    if not options.prompt:
+        timing.check_explained(model, prompt_tokens=options.context)
+    elif options.prompt > (most := positions(model) - 1):
+        raise ValueError(f"`--prompt` (={options.prompt}) must be at most {most} for this model")
     batches = calibration(tokenizer, samples=SAMPLES, seqlen=SEQLEN)
     result = apply(recipe, sharing_copy(model), batches)
     models = {"16 bits": model, options.recipe: result.model}
+    if options.prompt:
+        prompts = timing.explain_prompts(models, prompt_tokens=options.prompt, rounds=options.rounds)
+        print(aligned(_prompt_rows(prompts)))
+        print(
+            f"\na prompt of {prompts.tokens:,} tokens; a large product in 16 bits: {prompts.rate / 1e9:,.0f} GFLOP/s\n"
+        )
+        print(*prompts.sentences(options.recipe), sep="\n")
+        return 0
     found = timing.explain(models, prompt_tokens=options.context, rounds=options.rounds)
     print(aligned(_rows(found)))
     print(f"\na token after {options.context:,} cached ones; memory is read at {found.bandwidth / 1e9:,.0f} GB/s\n")
@@ -69,6 +84,22 @@ def _rows(found: Any) -> list[tuple[str, ...]]:
     rows.append(("the rest", "", f"{before.rest * 1e3:.3f}", "", "", f"{after.rest * 1e3:.3f}", "", "", ""))
     whole = [(f"{one.bytes / 1e6:.1f}", f"{one.seconds * 1e3:.3f}", "") for one in (before, after)]
     return [*rows, ("a token", *whole[0], *whole[1], "", "")]
+
+
+def _prompt_rows(found: Any) -> list[tuple[str, ...]]:
+    """The parts of a pass over a prompt: operations, milliseconds, and operations per second."""
+    before, after = found.prompts.values()
+    rows = [("", "16 bits: GFLOP", "ms", "GFLOP/s", "recipe: GFLOP", "ms", "GFLOP/s", "kernel")]
+    for name in before.parts:
+        own = after.parts.get(name)  # it may have been dropped
+        after_it = (*_rate(own), ", ".join(own.kernels)) if own else ("", "", "", "")
+        rows.append((name, *_rate(before.parts[name]), *after_it))
+    rows.append(("the rest", "", f"{before.rest * 1e3:.1f}", "", "", f"{after.rest * 1e3:.1f}", "", ""))
+    return [*rows, ("a prompt", *_rate(before), *_rate(after), "")]
+
+
+def _rate(part: Any) -> tuple[str, str, str]:
+    return f"{part.operations / 1e9:.1f}", f"{part.seconds * 1e3:.1f}", f"{part.operations / part.seconds / 1e9:,.0f}"
 
 
 def _cells(part: Any) -> tuple[str, str, str]:
