@@ -143,7 +143,8 @@ class Method:
 
     @property
     def by_position(self) -> bool:
-        """Whether a knob names linears by their order, so that the model must be checked as methods before leave it."""
+        """Whether a knob names linears by their order, so that it is checked on the model as the methods before
+        this one leave it."""
         return False
 
     def outline(self, model: nn.Module) -> None:

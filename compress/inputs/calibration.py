@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import partial
 from html import escape
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -108,8 +109,11 @@ def _windows(ids: Tensor, prefix: Tensor, step: int, numbers: Sequence[int]) -> 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> Tensor:
     """Tokens [n] of these documents, joined by blank lines; of chats, as the tokeniser's template writes them."""
-    chats = [document for document in documents if isinstance(document, Chat)]
-    text = "".join(_written(tokenizer, chat) for chat in chats) if chats else "\n\n".join(documents)
+    parts = []
+    for are_chats, several in groupby(documents, lambda document: isinstance(document, Chat)):
+        some = list(several)
+        parts.append("".join(_written(tokenizer, chat) for chat in some) if are_chats else "\n\n".join(some))
+    text = "\n\n".join(parts)
     return tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids[0]
 
 

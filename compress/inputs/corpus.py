@@ -3,6 +3,7 @@ overlap."""
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from errno import EACCES, ENOSPC, EROFS
@@ -26,6 +27,7 @@ _ON_HUB = {
 SEVERAL = " + "  # between the names of corpora whose documents are taken together
 PARTS = ("calibration", "evaluation")
 EVALUATION_SHARE = 4  # one document in four is held out if a corpus has no split of its own
+RUN = 13  # words in a row that are the same in two texts only if one was copied, as is usual in such comparisons
 SHORT = 64  # characters of a document; texts share shorter ones, which are headings and the like, by chance
 
 
@@ -35,8 +37,8 @@ def load_text(corpus: str, part: str) -> list[str]:
     Args:
         corpus: "pydocs" (Python's own language reference, always there), "wikitext2" (raw), "c4", "wikipedia",
             "essays", a path (.parquet, .jsonl, .json, .txt), or a hub data set as "owner/name" or
-            "owner/name:configuration". A column `messages` holds chats. Several are taken together, one after the
-            other, as "c4 + wikipedia".
+            "owner/name:configuration". A column `messages` holds chats. For calibration several can be taken
+            together, one after the other, as "c4 + wikipedia".
         part: "calibration" or "evaluation".
 
     Raises:
@@ -51,8 +53,9 @@ def _part(corpus: str, part: str) -> list[str]:
     """One part of a corpus, with documents that other corpora may hold, too."""
     if not isinstance(corpus, str) or not corpus.strip():
         raise ValueError(f"`corpus` (={corpus!r}) must be a name; {_what_would_do()}")
-    if SEVERAL in corpus:
-        return [document for name in names_of(corpus) for document in _part(name, part)]
+    if (names := names_of(corpus)) != [corpus]:
+        _check_several(corpus, part)
+        return [document for name in names for document in _part(name, part)]
     if corpus in CORPORA:
         documents = CORPORA[corpus](part)
     elif Path(corpus).suffix in READERS:
@@ -73,7 +76,8 @@ def apart(corpus: str, scored: str = "") -> tuple[list[str], int]:
     """The calibration part of a corpus without documents that are scored, and the number of those that were left out.
 
     What is scored may be the same data under another name. Documents are compared by their words; those of fewer than
-    SHORT characters stay.
+    SHORT characters stay. Articles of Wikipedia are left out if they have RUN words in a row with the test set of
+    wikitext2 in common, whose documents are lines of such articles.
 
     Args:
         scored: the corpus on whose evaluation part the model will be scored; "": it is not known. The test set of
@@ -84,8 +88,19 @@ def apart(corpus: str, scored: str = "") -> tuple[list[str], int]:
     known = _keys(_part(scored, "evaluation")) if scored else set()
     if not APART.issuperset(names_of(corpus)) and test_set.is_file():
         known = known | _keys(documents_of(test_set))
-    kept = [d for d in documents if _key(d) not in known]
+    runs = _runs("\n".join(documents_of(test_set))) if _holds_articles(corpus) and test_set.is_file() else set()
+    kept = [d for d in documents if _key(d) not in known and not (runs and runs & _runs(d))]
     return kept, len(documents) - len(kept)
+
+
+def _holds_articles(corpus: str) -> bool:
+    return "wikipedia" in names_of(corpus)
+
+
+def _runs(text: str) -> set[int]:
+    """Hashes of all RUN words in a row of a text, without regard to capitals and punctuation."""
+    words = re.findall(r"\w+", text.casefold())
+    return {hash(run) for run in zip(*(words[i:] for i in range(RUN)), strict=False)}
 
 
 def check_corpus(corpus: str, part: str) -> None:
@@ -93,8 +108,9 @@ def check_corpus(corpus: str, part: str) -> None:
 
     Args: as in `load_text`.
     """
-    if SEVERAL in corpus:
-        for name in names_of(corpus):
+    if (names := names_of(corpus)) != [corpus]:
+        _check_several(corpus, part)
+        for name in names:
             check_corpus(name, part)
         return
     file = _LOCAL.get(corpus)
@@ -117,7 +133,7 @@ def shared_data() -> Path:
 def local_file(corpus: str) -> Path | None:
     """The local file of a corpus, if it is one file; None for corpora from the hub."""
     files = sources(corpus).files
-    return files[0] if len(files) == 1 and SEVERAL not in corpus else None
+    return files[0] if len(files) == 1 and names_of(corpus) == [corpus] else None
 
 
 @dataclass(frozen=True)
@@ -130,8 +146,8 @@ class Sources:
 
 def sources(corpus: str) -> Sources:
     """The sources from which `load_text` reads a corpus; empty for a name that is no corpus."""
-    if SEVERAL in corpus:
-        every = [sources(name) for name in names_of(corpus)]
+    if (names := names_of(corpus)) != [corpus]:
+        every = [sources(name) for name in names]
         return Sources(sum((one.files for one in every), ()), sum((one.repositories for one in every), ()))
     if corpus == "pydocs":
         from pydoc_data import topics
@@ -149,8 +165,18 @@ def sources(corpus: str) -> Sources:
 
 
 def names_of(corpus: str) -> list[str]:
-    """The corpora that a text names, each once."""
+    """The corpora that a text names, each once; a file is one, whatever its name."""
+    if SEVERAL not in corpus or Path(corpus).expanduser().is_file():
+        return [corpus]
     return list(dict.fromkeys(name.strip() for name in corpus.split(SEVERAL)))
+
+
+def _check_several(corpus: str, part: str) -> None:
+    if part == "evaluation":
+        raise ValueError(
+            f"`corpus` (={corpus!r}) names several corpora, which are taken together for calibration alone; score on "
+            "one of them"
+        )
 
 
 def _is_hub_id(corpus: str) -> bool:
@@ -296,4 +322,4 @@ def _key(document: str) -> bytes:
 
 def _what_would_do() -> str:
     files = ".parquet, .jsonl, .json or .txt file"
-    return f"it can be {', '.join(CORPORA)}, a {files}, a hub data set like owner/name, or several with + between"
+    return f"it can be {', '.join(CORPORA)}, a {files}, a hub data set like owner/name, or several with ' + ' between"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from compress.dropped import dropped_parts
 from compress.kv.cache import CompressedCache
 from compress.kv.layer import KVLayer
 from compress.kv.policy import CacheMethod, Policy, Projecting, Storage, precisions_of
@@ -74,6 +75,7 @@ class FilledCache(CompressedCache):
         check_timed(storage, projecting, reading)
         super().__init__(model, None, storage, reading, projecting)
         self.budget, self.capacity = policy, capacity
+        self._dropped = {part.layer_idx for part in dropped_parts(model).values()}  # layers that keep nothing
         self._empty = copy.deepcopy(self.layers)
         self._prepared = 0, self._empty  # a number of tokens, and the layers behind them
 
@@ -98,7 +100,11 @@ class FilledCache(CompressedCache):
         return self
 
     def _fill(self, number: int, layer: KVLayer | DynamicSlidingWindowLayer, tokens: int) -> None:
-        weight, (heads, channels) = next(self.model.parameters()), key_shape(self.model, number)
+        weight = next(self.model.parameters())
+        if number in self._dropped:
+            self.pass_over(number, torch.zeros(1, 1, tokens, 1, dtype=weight.dtype, device=weight.device))
+            return
+        heads, channels = key_shape(self.model, number)
         held = self.kept(tokens) if isinstance(layer, KVLayer) else min(tokens, layer.sliding_window)
         shape, about = (1, heads, held, channels), {"dtype": weight.dtype, "device": weight.device}
         k, v = (SMALL * torch.randn(shape, **about) for _ in range(2))

@@ -122,7 +122,8 @@ class LayerDrop(Method):
         _, blocks = find_blocks(model)
         if self.layers and kind != "block":
             for index in self.chosen():
-                drop_part(blocks[index], kind, {})
+                if index < len(blocks):  # `check` refuses others
+                    drop_part(blocks[index], kind, {})
             return
         for number in range(len(self.chosen()) or self.count):
             _, blocks = find_blocks(model)

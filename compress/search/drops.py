@@ -1,5 +1,6 @@
 """Attention layers and MLPs that a search may leave out: what is lost without each of them."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from compress.apply import apply
 from compress.dropped import parts_of
 from compress.linear import sharing_copy
 from compress.pruning.layer_drop import LayerDrop, check_residual, outputs_of, without
-from compress.walk.blocks import find_blocks
+from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import on_device
 from compress.walk.resume import BlockStore
 from kernels.linear import fast_linear
@@ -46,7 +47,7 @@ def text_of(kind: str) -> str:
 
 
 def dropping(kinds: Sequence[str]) -> list[LayerDrop]:
-    """For each kind a method that drops one part, by which it shows what a model allows."""
+    """One method for each kind, which drops one part; planning it shows whether a model allows this."""
     return [LayerDrop(target=kind, count=1) for kind in kinds]
 
 
@@ -105,17 +106,28 @@ def measure_drops(
 def parts_of_layers(
     model: nn.Module, layers: Mapping[str, Candidates], losses: Losses
 ) -> dict[str, dict[int, list[str]]]:
-    """{kind: {block: the layers of its part}} of all parts that may be left out: those with linears that have choices.
-    One part of each kind must stay: the one without which most is lost."""
+    """{kind: {block: the layers of its part}} of all parts that may be left out.
+
+    All linears of such a part have choices, which they share with no linear outside it. One part of each kind must
+    stay: the one without which most is lost. If nothing of a kind may be left out, there is a warning.
+    """
     prefix, blocks = find_blocks(model)
+    linears = targets(model)
     found: dict[str, dict[int, list[str]]] = {}
     for kind, own in losses.items():
         found[kind] = {}
         for index in sorted(own):
             starts = tuple(f"{prefix}.{index}.{child}." for child in parts_of(blocks[index])[kind])
             inside = [name for name, layer in layers.items() if all(m.startswith(starts) for m in layer.members)]
-            if starts and inside and own[index] < max(own.values()):
+            covered = {member for name in inside for member in layers[name].members}
+            if inside and covered == {n for n in linears if n.startswith(starts)} and own[index] < max(own.values()):
                 found[kind][index] = inside
+        if not found[kind]:
+            warnings.warn(
+                f"`drops`: no {kind} of this model may be left out, because some of its linears have no choices, or "
+                "share them with linears of another part",
+                stacklevel=2,
+            )
     return found
 
 
@@ -134,11 +146,11 @@ def with_drops(
 
 def thinner(
     model: PreTrainedModel, kind: str, batches: Sequence[Tensor], device: str | None
-) -> tuple[PreTrainedModel, float]:
-    """The model without some parts of a kind, evenly spread, for timing; and how many times as many may be dropped."""
+) -> tuple[PreTrainedModel, int]:
+    """The model without some parts of a kind, evenly spread, for timing; and how many parts it lacks."""
     _, blocks = find_blocks(model)
     there = [index for index, block in enumerate(blocks) if parts_of(block)[kind]]
     gone = there[TIMED // 2 :: TIMED] or there[1:2]
     method = LayerDrop(target=kind, layers=", ".join(map(str, gone)))
     result = apply([method], sharing_copy(model), list(batches[:1]), device=device)
-    return result.model, (len(there) - 1) / len(gone)
+    return result.model, len(gone)

@@ -93,12 +93,12 @@ def fit(
 ) -> Fit:
     """Find the best choice of every layer within the wishes, compress a copy of the model, and measure it.
 
-    If a speed is limited or optimised, models in which all linears have one choice are timed; a layer's time is its
-    share of the weights. The losses of all choices are measured layer by layer and are assumed to add up. The
-    divergence of the chosen whole model is measured on other text, and its speed if speeds matter; if it is beyond a
-    limit, the search is repeated with predictions in proportion to what was measured, at most three times in all. The
-    best model with one choice for all linears, and one for the embedding and the head, is made as well if it may be as
-    good, and wins if it is better.
+    If a speed is limited or optimised, models in which all linears have one choice are timed, and with `drops` models
+    without a quarter of these parts; a layer's time is its share of the weights. The losses of all choices are measured
+    layer by layer and are assumed to add up. The divergence of the chosen whole model is measured on other text, and
+    its speed if speeds matter; if it is beyond a limit, the search is repeated with predictions in proportion to what
+    was measured, at most three times in all. The best model with one choice for all linears, and one for the embedding
+    and the head, is made as well if it may be as good, and wins if it is better.
 
     Args:
         model: a decoder of transformers; it is not changed.
@@ -321,8 +321,8 @@ class _Search:
             kept=index,
             front=tuple(self._front(rounds[index].factor)),
             choices=tuple(self.library.texts),
-            decode_ratio={} if self.times is None else {text: 1 / t for text, t in self.times.decode.items()},
-            prefill_ratio={} if self.times is None else {text: 1 / t for text, t in self.times.prefill.items()},
+            decode_ratio=self._ratios("decode"),
+            prefill_ratio=self._ratios("prefill"),
             original=None if self.times is None else self.times.original,
             timed_earlier=bool(self.times and self.times.earlier),
             held_out=self.held_out,
@@ -333,6 +333,11 @@ class _Search:
             picked=tuple(self.library.picked(name, text) for name, text in chosen.items()),
         )
         return result, record
+
+    def _ratios(self, phase: str) -> dict[str, float]:
+        """How many times as fast as the original a model is in which all layers have a choice."""
+        times = {} if self.times is None else getattr(self.times, phase)
+        return {text: 1 / time for text, time in times.items() if text in self.library.method.methods}
 
     def _limits(self) -> dict[str, float]:
         """The largest sums of the program."""

@@ -113,7 +113,7 @@ class Library:
 
     def costs(self, times: Times | None) -> dict[str, dict[str, Costs]]:
         """{layer: {choice: its costs}}; a layer's time is its share, by weights, of that of all layers in blocks that
-        can have the choice."""
+        can have the choice, and in a part that is left out, of that part."""
         return {
             name: {
                 text: Costs(choice.cost, choice.loss, *self._times(name, text, times))
@@ -126,14 +126,16 @@ class Library:
         if times is None:
             return 0.0, 0.0
         able = [n for n, layer in self.layers.items() if n not in self.ends and text in layer.choices]
+        gone = [names for kind, of in self.parts.items() if text_of(kind) == text for names in of.values()]
+        able = next((names for names in gone if name in names), able)
         inside = sum(self.weights[other] for other in able)
         share = float(name == self.head) if name in self.ends else self.weights[name] / inside
         return share * (times.decode[text] - 1), share * (times.prefill[text] - 1)
 
     def picked(self, name: str, text: str) -> SearchLayer:
         """A layer with this choice, for the record."""
-        own = self.layers[name].choices
-        order = sorted({(choice.cost, choice.loss) for choice in own.values()})
+        own = self.layers[name].choices  # of which the next ones are not those that other layers must have, too
+        order = sorted({(one.cost, one.loss) for other, one in own.items() if other in {text, *self.method.methods}})
         cost, loss = own[text]
         fewer, more = [one for one in order if one[0] < cost], [one for one in order if one[0] > cost]
         return SearchLayer(name, text, cost, loss, fewer[-1] if fewer else (), more[0] if more else ())
@@ -168,7 +170,7 @@ def check_library(
         plan([*dropping(kinds), method], model, batches, device=device)
     planned = plan([method], model, batches, device=device, work_path=cache_folder("search"))
     (method,) = planned.recipe
-    if most is not None and (smallest := method.smallest_size(model)) > most:
+    if most is not None and not kinds and (smallest := method.smallest_size(model)) > most:
         raise ValueError(
             f"`max_bytes` (={most:.0f}) cannot be kept: with the smallest of `choices` the whole model takes "
             f"{megabytes(smallest)}; fewer bits among `choices`, or choices for the embedding, work"
@@ -241,8 +243,8 @@ def measure_times(
 ) -> Times:
     """Time the original and a model for every choice of `mixed`, in the same turns; or the original alone, if a search
     for the same shapes and choices, on the same machine and with the same kernels, has measured their ratios before.
-    For every kind of part that may be left out, a model without a quarter of them is timed, and its change of time is
-    multiplied to that of all of them.
+    For every kind of part that may be left out, a model without a quarter of them is timed; the time that is kept is
+    that of a model without one of them.
 
     Raises:
         ValueError: the timer gave no speed for a model.
@@ -260,11 +262,11 @@ def measure_times(
     if odd := next((name for name, both in rates.items() if not all(0 < rate < float("inf") for rate in both)), ""):
         raise ValueError(f"`timer` gave {rates[odd]} for {odd}, which are no tokens per second")
     decode, prefill = rates[ORIGINAL]
-    as_many = {text: factor for text, (_, factor) in thin.items()}
+    lacks = {text: count for text, (_, count) in thin.items()}
     times = Times(
         (decode, prefill),
-        {text: max(LEAST, 1 + as_many.get(text, 1) * (decode / rates[text][0] - 1)) for text in texts},
-        {text: max(LEAST, 1 + as_many.get(text, 1) * (prefill / rates[text][1] - 1)) for text in texts},
+        {text: 1 + (decode / rates[text][0] - 1) / lacks.get(text, 1) for text in texts},
+        {text: 1 + (prefill / rates[text][1] - 1) / lacks.get(text, 1) for text in texts},
     )
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_whole(json.dumps({phase: getattr(times, phase) for phase in PHASES}), kept)
@@ -278,8 +280,9 @@ def _circumstances(texts: Sequence[str], skip: str, model: PreTrainedModel, time
         torch.cuda.get_device_name(device) if device.type == "cuda" else native.why_not() or native.isa(torch.bfloat16)
     )
     machine = platform.node(), platform.machine(), os.cpu_count(), torch.get_num_threads(), str(device), card
-    asked = model.config.to_json_string(), texts, skip, getattr(timer, "keywords", {})
-    code = code_sha256(KERNELS, KERNELS.parent / "eval" / "speed")
+    shapes = list(targets(model, where="all").items())  # of a model whose config does not tell what was dropped
+    asked = model.config.to_json_string(), shapes, texts, skip, getattr(timer, "keywords", {})
+    code = code_sha256(KERNELS, KERNELS.parent / "eval" / "speed", Path(__file__).parent)
     return hashlib.sha256(json.dumps([*asked, machine, torch.__version__, code], default=str).encode()).hexdigest()[:16]
 
 

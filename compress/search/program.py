@@ -61,9 +61,11 @@ class LayersProgram:
         self._one_each = csr_matrix((ones, (rows, range(len(rows)))), shape=(len(numbers), len(rows)))
         self._tied = {place for group in tied for place in group.items()}
         pairs = [(first, other) for group in tied for first, *more in [list(group.items())] for other in more]
-        self._same = np.zeros((len(pairs), len(rows)))
-        for row, (first, other) in zip(self._same, pairs, strict=True):
-            row[self.places.index(first)], row[self.places.index(other)] = 1, -1
+        columns = {place: column for column, place in enumerate(self.places)}
+        entries = [(1, row, columns[first]) for row, (first, _) in enumerate(pairs)]
+        entries += [(-1, row, columns[other]) for row, (_, other) in enumerate(pairs)]
+        values, rows, chosen = (list(one) for one in zip(*entries, strict=True)) if entries else ([], [], [])
+        self._same = csr_matrix((values, (rows, chosen)), shape=(len(pairs), len(self.places)))
 
     def best(self, minimise: str, limits: Mapping[str, float]) -> dict[str, str] | None:
         """The choice of every layer that makes the sum of `minimise` least; None if no choices keep all limits.
@@ -74,7 +76,7 @@ class LayersProgram:
         scale = np.abs(self.costs).max(0) + 1e-30  # the solver's tolerances are absolute
         scaled = self.costs / scale
         constraints = [LinearConstraint(self._one_each, 1, 1)]
-        if len(self._same):
+        if self._same.shape[0]:
             constraints.append(LinearConstraint(self._same, 0, 0))
         for name, limit in limits.items():
             k = NAMES.index(name)

@@ -57,6 +57,22 @@ def explain(
     return found
 
 
+def check_prompt_explained(model: nn.Module, *, prompt_tokens: int, name: str = "16 bits") -> TimedModel:
+    """The model in bfloat16, ready to read prompts.
+
+    Raises:
+        ValueError: the parts of its passes cannot be timed; the message says why.
+    """
+    longest = positions(model) - 1
+    if not 2 <= prompt_tokens <= longest:
+        raise ValueError(f"`prompt` (={prompt_tokens}) must be at least 2, and at most {longest} for this model")
+    [variant] = contestants({name: model}, compiled=False).values()
+    make_ready(variant, make(variant), prompt_tokens, 1)
+    if not isinstance(getattr(variant.step, "prompt", None), NativePrompt):
+        raise ValueError(f"{name}: its parts cannot be timed, because it has no native passes ({variant.execution})")
+    return variant
+
+
 @torch.no_grad()
 def explain_prompts(models: Mapping[str, nn.Module], *, prompt_tokens: int = 512, rounds: int = 5) -> PromptExplanation:
     """Time passes over a prompt and their parts for several models, in turns.
@@ -67,16 +83,12 @@ def explain_prompts(models: Mapping[str, nn.Module], *, prompt_tokens: int = 512
     Raises:
         ValueError: a model has no native passes on this machine, or too few positions; the message says why.
     """
-    longest = min(map(positions, models.values())) - 1
-    if not 2 <= prompt_tokens <= longest:
-        raise ValueError(f"`prompt` (={prompt_tokens}) must be at least 2, and at most {longest} for this model")
-    variants, meter = contestants(models, compiled=False), LoadMeter()
-    device = next(next(iter(models.values())).parameters()).device
+    device, meter = next(next(iter(models.values())).parameters()).device, LoadMeter()
     with undisturbed(device):
-        for name, variant in variants.items():
-            make_ready(variant, make(variant), prompt_tokens, 1)
-            if not isinstance(getattr(variant.step, "prompt", None), NativePrompt):
-                raise ValueError(f"{name}: its parts cannot be timed, because its prompts are read by other code")
+        variants = {
+            name: check_prompt_explained(model, prompt_tokens=prompt_tokens, name=name)
+            for name, model in models.items()
+        }
         whole: dict[str, list[float]] = {name: [] for name in variants}
         parts: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
         with meter:
@@ -89,7 +101,9 @@ def explain_prompts(models: Mapping[str, nn.Module], *, prompt_tokens: int = 512
         rate = roofline.measure(device).rates.get("bfloat16", 0.0)
     prompts = {}
     for name, variant in variants.items():
-        operations = operations_of(variant.step.prompt.forward.decoder, prompt_tokens)
+        ran = variant.step.prompt.kernels
+        attention = tuple(op for op in ("prompt_attention", "kv_decode") if op in ran) or ("torch",)
+        operations = operations_of(variant.step.prompt.forward.decoder, prompt_tokens, attention)
         found = {
             part: PromptPart(count, statistics.median(one[part] for one in parts[name]), kernels)
             for part, (count, kernels) in operations.items()
@@ -115,9 +129,11 @@ def _ids(model: nn.Module, tokens: int) -> Tensor:
     return (torch.arange(tokens) * 7919 % model.get_input_embeddings().num_embeddings)[None]
 
 
-def operations_of(decoder: Decoder, tokens: int) -> dict[str, tuple[float, tuple[str, ...]]]:
+def operations_of(
+    decoder: Decoder, tokens: int, attention: tuple[str, ...] = ()
+) -> dict[str, tuple[float, tuple[str, ...]]]:
     """{part: operations of a pass over so many tokens, two for each multiply-add, and the ops that multiply}; only the
-    last token reaches the head, and a token attends to itself and those before it."""
+    last token reaches the head, and a token attends to itself and those before it. attention: what computed it."""
     found = {name: (0.0, set[str]()) for name in ("q, k, v", ATTENTION, "o", "gate, up", "down", "head")}
 
     def add(part: str, operations: float, *kernels: str) -> None:
@@ -129,7 +145,7 @@ def operations_of(decoder: Decoder, tokens: int) -> dict[str, tuple[float, tuple
                 add(part, 2.0 * tokens * linear.in_features * linear.out_features, _op(linear))
         if block.attends:
             seen = sum(min(i + 1, block.window or tokens) for i in range(tokens))
-            add(ATTENTION, 4.0 * seen * block.heads * block.channels, "prompt_attention")
+            add(ATTENTION, 4.0 * seen * block.heads * block.channels, *attention)
     add("head", 2.0 * decoder.head.in_features * decoder.head.out_features, _op(decoder.head))
     return {part: (count, tuple(sorted(kernels))) for part, (count, kernels) in found.items() if count}
 

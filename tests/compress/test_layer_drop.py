@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, StaticCache
 
 from compress import METHODS, apply, held_out, load_compressed, save_compressed
+from compress.checkpoint.fits import check_save_format
 from compress.dropped import Dropped, dropped_parts, parts_of
 from compress.inputs.calibration import calibration
 from compress.linear import CompressedLinear
@@ -197,6 +198,13 @@ def test_bad_input_is_refused_before_any_work(tiny, tokens):
     with pytest.raises(ValueError, match="`batches` is empty"):
         apply([DROP(count=1)], model)
     assert not dropped_parts(model)
+
+
+def test_a_block_that_is_not_there_is_named(tiny, tokens):
+    """By the plan; a look at the format before it says nothing."""
+    check_save_format("workbench", [DROP(layers="99")], tiny("llama"))
+    with pytest.raises(ValueError, match=r"`layers` \(='99'\) of layer_drop: block 99 has no attention"):
+        apply([DROP(layers="99")], tiny("llama"), tokens())
 
 
 def test_blocks_that_are_more_than_a_residual_are_refused(tiny, tokens):

@@ -4,7 +4,6 @@ import copy
 import hashlib
 import json
 import os
-import re
 import shutil
 import stat
 import time
@@ -18,8 +17,9 @@ from compress import METHODS, apply, calibration, held_out, load_model, save_com
 from compress.checkpoint.gguf.embedded import EMBEDDED
 from compress.inputs import gguf
 from compress.inputs.calibration import beginning
-from compress.inputs.corpus import PARTS, apart, check_corpus, load_text, local_file, sources
+from compress.inputs.corpus import CORPORA, PARTS, apart, check_corpus, load_text, local_file, shared_data, sources
 from compress.inputs.gguf import shuffle
+from compress.inputs.text_files import documents_of
 from compress.walk.identity import weights_sha256
 from eval.writing.generation import encode_prompt
 from kernels.support import user_cache
@@ -203,26 +203,31 @@ def test_several_corpora_are_taken_together(tmp_path, monkeypatch):
         rows = [json.dumps({"text": f"{name} document {i} " + "word " * 20}) for i in range(40)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     a, b = (str(tmp_path / f"{name}.jsonl") for name in "ab")
-    for part in PARTS:
-        assert load_text(f"{a} + {b}", part) == load_text(a, part) + load_text(b, part)
-    assert load_text(f"{a} + {a}", "evaluation") == load_text(a, "evaluation")
+    assert load_text(f"{a} + {b}", "calibration") == load_text(a, "calibration") + load_text(b, "calibration")
+    assert load_text(f"{a} + {a}", "calibration") == load_text(a, "calibration")
+    for check in (load_text, check_corpus):  # the first windows would be those of the first corpus
+        with pytest.raises(ValueError, match="for calibration alone"):
+            check(f"{a} + {b}", "evaluation")
+    (tmp_path / "a + b.txt").write_text("One file. " * 100)
+    assert "One file." in load_text(str(tmp_path / "a + b.txt"), "calibration")[0]
     assert [path.name for path in sources(f"{a} + {b}").files] == ["a.jsonl", "b.jsonl"]
     assert local_file(a).name == "a.jsonl" and local_file(f"{a} + {b}") is None
     check_corpus(f"{a} + {b}", "calibration")
-    for broken in (f"{a} + nothing.jsonl", f"{a} + "):
+    for broken in (f"{a} + nothing.jsonl", f"{a} + ", "c4+essays"):
         with pytest.raises(ValueError, match="`corpus`"):
             check_corpus(broken, "calibration")
     assert apart(f"{a} + {b}", a)[1] == 0, "the parts of one corpus do not overlap"
 
 
-def test_wikipedia_holds_nothing_of_wikitext2(data, real):
+def test_articles_that_are_scored_are_left_out_of_wikipedia(data, monkeypatch):
     documents, left_out = apart("wikipedia", "wikitext2")
     assert len(documents) > 1000 and left_out == 0
-    runs = []  # of 13 words
-    for texts in (documents, load_text("wikitext2", "evaluation")):
-        words = re.findall(r"\w+", " ".join(texts).lower())
-        runs.append(set(zip(*(words[i:] for i in range(13)), strict=False)))
-    assert runs[0] and runs[1] and not runs[0] & runs[1]
+    page = documents_of(shared_data() / "wikitext2_raw" / "test_pages.parquet")[
+        3
+    ]  # a page that is scored, line by line
+    monkeypatch.setitem(CORPORA, "wikipedia", lambda part: [*documents, f"An article.\n\n{page}"])
+    for corpus in ("wikipedia", "essays + wikipedia"):
+        assert apart(corpus, "wikitext2")[1] == 1
 
 
 def test_calibration_is_seeded_and_knows_itself(real):
@@ -378,6 +383,11 @@ def test_chats_are_written_by_the_template(tmp_path, suffix, real):
     assert written == "".join(tokenizer.apply_chat_template(d.messages, tokenize=False) for d in parts[1])
     (batch,) = calibration(tokenizer, corpus=str(path), samples=1, seqlen=64)
     assert "<|im_start|>" in tokenizer.decode(batch[0])
+    (tmp_path / "plain.txt").write_text("A plain sentence. " * 200)
+    together = f"{tmp_path / 'plain.txt'} + {path}"
+    every = calibration(tokenizer, corpus=together, samples=1, seqlen=64).further(1000)
+    said = tokenizer.decode(torch.cat(every, 1)[0])
+    assert "plain sentence" in said and "<|im_start|>" in said
 
 
 def test_chats_that_cannot_be_written(tmp_path, real):

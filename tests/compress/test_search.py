@@ -129,7 +129,9 @@ def test_attention_layers_and_mlps_may_be_left_out(tiny, tokens):
     thin = by_weights(
         {"": apply([METHODS["layer_drop"](target="mlp", layers="2")], copy.deepcopy(model), batches).model}
     )
-    assert times.decode["without mlp"] == pytest.approx(1 + 3 * (whole / thin[""][0] - 1))
+    assert times.decode["without mlp"] == pytest.approx(whole / thin[""][0]), "of a model without one of them"
+    costs = library.costs(times)
+    assert sum(costs[name]["without mlp"].decode for name in layers) == pytest.approx(whole / thin[""][0] - 1)
 
     wishes = Wishes(max_bytes=0.7 * size(model).stored_bytes, min_decode=1.55, times=True)
     found = fit(model, batches, wishes, method=method, timer=by_weights, drops="mlp, attention")
@@ -138,11 +140,25 @@ def test_attention_layers_and_mlps_may_be_left_out(tiny, tokens):
     assert kept.bytes == kept.point.bytes and len(compressed_linears(found.model)) == sum(list(used.values())[:2])
     again = apply(found.result.recipe, copy.deepcopy(model), batches).model
     assert torch.equal(again(batches[0]).logits, found.model(batches[0]).logits)
+    tight = Wishes(max_bytes=0.97 * method.smallest_size(model))  # which only dropping can keep
+    found = fit(model, batches, tight, method=method, drops="mlp")
+    assert found.record.rounds[found.record.kept].bytes <= tight.max_bytes and found.record.used["without mlp"] > 0
     for wrong in ("head", "mlp, mlp"):
         with pytest.raises(ValueError, match=r"`drops` .* must name parts of blocks"):
             fit(model, batches, wishes, method=method, timer=by_weights, drops=wrong)
     with pytest.raises(ValueError, match=r"`chosen` .* is for 25 linears .* this model has 28"):
         apply(found.result.recipe[1:], copy.deepcopy(model), batches)
+
+
+def test_parts_whose_linears_are_stored_with_others_stay(tiny, tokens):
+    """Phi's queries, keys and values read what its MLP reads, and get the same choice."""
+    model, batches = tiny("phi", num_hidden_layers=3), tokens()
+    with pytest.warns(UserWarning, match="`drops`: no attention of this model may be left out"):
+        library = measure_library(model, batches, chooser(), kinds=("attention",))
+    assert library.parts == {"attention": {}} and library.tied == []
+    skipping = search_method(BLOCKS, skip="*.0.*", tokens=96)
+    library = measure_library(tiny("llama", num_hidden_layers=4), batches, skipping, kinds=("mlp",))
+    assert len(library.parts["mlp"]) in (2, 3) and 0 not in library.parts["mlp"]
 
 
 def test_parts_without_which_a_model_does_not_run_are_refused_before_the_work(tiny, tokens, monkeypatch):

@@ -182,7 +182,7 @@ def test_the_table_of_parts_is_printed(capsys):
     said = capsys.readouterr().out
     assert "gate, up" in said and "int_matmul" in said and "a prompt of 16 tokens" in said and "GFLOP/s" in said
     assert main(["explain", "tiny", RECIPE, "--prompt", "1000000"]) == 2
-    assert "`--prompt` (=1000000) must be at most" in capsys.readouterr().err
+    assert "`prompt` (=1000000) must be at least 2, and at most" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -192,6 +192,7 @@ def test_the_table_of_parts_is_printed(capsys):
         (["tiny", ""], "`recipe` (='') must name methods"),
         (["tiny", RECIPE, "--context", "0"], "`--context` (=0) must be 1 or more"),
         (["tiny", RECIPE, "--prompt", "0"], "`--prompt` (=0) must be 1 or more"),
+        (["tiny", RECIPE, "--prompt", "9", "--context", "9"], "exclude each other"),
         (["no/such folder", RECIPE], "MODEL"),
     ],
 )

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from compress import METHODS
+from compress import METHODS, apply
 from compress.kv import CacheBatch, attached
 from compress.kv.timed import FilledCache
 from compress.recipe import parse_recipe
@@ -189,6 +189,19 @@ def test_layers_of_other_widths_with_a_window_are_timed(tiny):
     with attached(model):
         found = measure_cache_speed(model, {"full": lambda: FilledCache(model, 64)}, [32], new_tokens=2, rounds=1)
     assert found.tokens_per_s["full"][32][0] > 0 and found.attention_s["full"][32][0] > 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_layers_without_attention_are_filled_with_nothing(tiny, tokens, architecture):
+    model = apply("layer_drop(layers='0')", tiny(architecture, num_hidden_layers=3), tokens()).model.bfloat16()
+    with attached(model):
+        cache = FilledCache(model, 100).at(60)
+        assert len(cache.filled) == len(FilledCache(tiny(architecture, num_hidden_layers=3), 100).at(60).filled) - (
+            architecture == "llama"
+        )
+        assert cache.get_seq_length() == 60 and sum(layer.get_seq_length() == 60 for layer in cache.layers) == 3
+        found = measure_cache_speed(model, {"full": lambda: FilledCache(model, 100)}, [60], new_tokens=2, rounds=1)
+    assert found.execution["full"] == "native step" and found.tokens_per_s["full"][60][0] > 0
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])

@@ -120,7 +120,7 @@ def _text(need: Need, fetch: bool) -> Answer:
 
     if need.name == NOISE:
         return Answer("there", "made when it is needed")
-    if len(names := names_of(need.name)) > 1:
+    if (names := names_of(need.name)) != [need.name]:
         answers = [_text(need._replace(name=name), fetch) for name in names]
         return next((one for one in answers if one.state != "there"), answers[0])
     part, found = need.kind.partition(" ")[0], sources(need.name)

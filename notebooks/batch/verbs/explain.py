@@ -4,6 +4,7 @@ recipe."""
 import argparse
 from typing import Any
 
+CONTEXT = 512
 SAMPLES, SEQLEN = 2, 64  # of calibration: formats are timed, and accuracy does not matter
 
 
@@ -16,7 +17,7 @@ def declare(command) -> None:
         ("model", {"metavar": "MODEL", "help": "a folder, a .gguf file, a hub id, or smollm2-135m (embedded)"}),
         ("recipe", {"metavar": "RECIPE", "help": 'methods in order, with their knobs: "gptq(bits=4)"'}),
     )
-    parser.add_argument("--context", metavar="N", type=int, default=512, help="cached tokens (default: 512)")
+    parser.add_argument("--context", metavar="N", type=int, help=f"cached tokens (default: {CONTEXT})")
     prompt = "explain a pass over a prompt of N tokens instead of a decoded token"
     parser.add_argument("--prompt", metavar="N", type=int, help=prompt)
     parser.add_argument("--rounds", metavar="N", type=int, default=5, help="rounds of timing (default: 5)")
@@ -29,19 +30,21 @@ def explain(options: argparse.Namespace) -> int:
     for option in ("context", "rounds", "prompt"):
         if (value := getattr(options, option)) is not None and value < 1:
             raise ValueError(f"`--{option}` (={value}) must be 1 or more")
+    if options.prompt and options.context:
+        raise ValueError(f"`--prompt` and `--context` (={options.context}) exclude each other: give one")
     check_model(options.model, "MODEL")
     recipe = _recipe(options.recipe)
     from compress import apply, calibration, load_model
     from compress.linear import sharing_copy
-    from eval.machine.size import positions
     from eval.speed import explain as timing
     from notebooks.batch.status import aligned
 
     model, tokenizer = load_model(options.model)
-    if not options.prompt:
-        timing.check_explained(model, prompt_tokens=options.context)
-    elif options.prompt > (most := positions(model) - 1):
-        raise ValueError(f"`--prompt` (={options.prompt}) must be at most {most} for this model")
+    context = options.context or CONTEXT
+    if options.prompt:
+        timing.check_prompt_explained(model, prompt_tokens=options.prompt)
+    else:
+        timing.check_explained(model, prompt_tokens=context)
     batches = calibration(tokenizer, samples=SAMPLES, seqlen=SEQLEN)
     result = apply(recipe, sharing_copy(model), batches)
     models = {"16 bits": model, options.recipe: result.model}
@@ -53,9 +56,9 @@ def explain(options: argparse.Namespace) -> int:
         )
         print(*prompts.sentences(options.recipe), sep="\n")
         return 0
-    found = timing.explain(models, prompt_tokens=options.context, rounds=options.rounds)
+    found = timing.explain(models, prompt_tokens=context, rounds=options.rounds)
     print(aligned(_rows(found)))
-    print(f"\na token after {options.context:,} cached ones; memory is read at {found.bandwidth / 1e9:,.0f} GB/s\n")
+    print(f"\na token after {context:,} cached ones; memory is read at {found.bandwidth / 1e9:,.0f} GB/s\n")
     for sentence in found.sentences(options.recipe):
         print(sentence)
     return 0
