@@ -52,7 +52,7 @@ def load_text(corpus: str, part: str) -> list[str]:
 def _part(corpus: str, part: str) -> list[str]:
     """One part of a corpus, with documents that other corpora may hold, too."""
     if not isinstance(corpus, str) or not corpus.strip():
-        raise ValueError(f"`corpus` (={corpus!r}) must be a name; {_what_would_do()}")
+        raise ValueError(f"`corpus` (={corpus!r}) must be a name; {_what_would_do(part)}")
     if (names := names_of(corpus)) != [corpus]:
         _check_several(corpus, part)
         return [document for name in names for document in _part(name, part)]
@@ -66,9 +66,9 @@ def _part(corpus: str, part: str) -> list[str]:
     elif _is_hub_id(corpus):
         documents = _hub(corpus, part)
     else:
-        raise ValueError(f"`corpus` (={corpus!r}) is not known; {_what_would_do()}")
+        raise ValueError(f"`corpus` (={corpus!r}) is not known; {_what_would_do(part)}")
     if not any(d.strip() for d in documents):
-        raise ValueError(f"`corpus` (={corpus!r}) has no text in its {part} part; {_what_would_do()}")
+        raise ValueError(f"`corpus` (={corpus!r}) has no text in its {part} part; {_what_would_do(part)}")
     return documents
 
 
@@ -320,6 +320,9 @@ def _key(document: str) -> bytes:
     return hashlib.sha256(" ".join(document.split()).casefold().encode("utf-8", "surrogatepass")).digest()
 
 
-def _what_would_do() -> str:
+def _what_would_do(part: str) -> str:
     files = ".parquet, .jsonl, .json or .txt file"
-    return f"it can be {', '.join(CORPORA)}, a {files}, a hub data set like owner/name, or several with ' + ' between"
+    several = ", or several with ' + ' between" if part == "calibration" else ""
+    return (
+        f"it can be {', '.join(CORPORA)}, a {files}, {'' if several else 'or '}a hub data set like owner/name{several}"
+    )
