@@ -140,8 +140,8 @@ class PromptExplanation:
         before, after = next(iter(self.prompts.values())), self.prompts[name]
         said = [
             f"It reads a prompt {before.seconds / after.seconds:.2f} times as fast as in 16 bits: {_ms(after.seconds)} "
-            f"for {self.tokens:,} tokens instead of {_ms(before.seconds)}. All tokens use every weight, so that fewer "
-            "bytes save nothing; only fewer operations, or faster ones in 8 bits, do."
+            f"for {self.tokens:,} tokens instead of {_ms(before.seconds)}. A prompt needs the same operations in every "
+            "format of the weights, so that formats differ by their kernels and hardly by their bytes."
         ]
         if self.rate:
             least = after.operations / self.rate
