@@ -6,7 +6,7 @@ is in float32, and every result is rounded to the model's 16 bits once.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,7 @@ from kernels.step.cache import AttendingCache, LayerRoom, attend_by_cache, rooms
 from kernels.step.decoder import Decoder, DecoderBlock, NotNative, recognise
 from kernels.step.joined import Joined, joined
 from kernels.step.likeness import check_likeness, check_logits, difference, shaken
+from kernels.step.program import Norm
 
 REST = "the rest"  # sums, norms, gates and the embedding
 QUERIES = 128  # number of queries whose scores are computed at once if there is a soft cap
@@ -103,59 +104,53 @@ class DecoderForward:
         Returns:
             logits [batch, keep, vocabulary] in the model's dtype.
         """
-        decoder, lap = self.decoder, self.laps or _no_lap
-        batch, tokens = ids.shape
+        decoder, lap, tokens = self.decoder, self.laps or _no_lap, ids.shape[1]
         if self.laps:
             self.laps.start()
         if positions is None:
-            positions = torch.arange(slot, slot + tokens).expand(batch, -1)
-        positions = positions.contiguous()
-        length = int(positions.max()) + 1  # of the rotary tables
-        cache = rooms if hasattr(rooms, "attend_new") else None
-        seen = _Seen(slot, tokens, first)
-        stream = decoder.stream
-        residual = decoder.embedding(ids)
-        residual = (residual if stream is None else stream.rotation(residual.float())).float().contiguous()
-        x = residual.new_empty(residual.shape, dtype=decoder.dtype)
-        added = after = None
-        final = next((block for block in reversed(decoder.blocks) if block.attends), None)
+            positions = torch.arange(slot, slot + tokens).expand(len(ids), -1)
+        places = _Places(positions.contiguous(), int(positions.max()) + 1, _Seen(slot, tokens, first), lap)
+        stream = _Stream.of(decoder.embedding(ids), decoder)
+        final = next((place for place in reversed(range(len(decoder.blocks))) if decoder.blocks[place].attends), None)
         for place, block in enumerate(decoder.blocks):
             if block.attends:
-                add_norm(residual, added, after, block.before_attention, x)
-                lap(REST)
-                qkv, tables = self._products((block.q, block.k, block.v), x), decoder.rotary.of(block.kind, length)
-                lap("q, k, v")
-                if cache is not None:
-                    attended = attend_by_cache(cache, block, qkv, x, tables, positions).flatten(-2)
-                else:
-                    attended = self._attention(block, rooms[place], qkv, tables, positions, seen)
-                lap("attention")
-                if block is final and keep < tokens:
-                    attended, residual = attended[:, -keep:].contiguous(), residual[:, -keep:].contiguous()
-                    x = x.new_empty(residual.shape)
-                added, after = self._product(block.o, attended), block.after_attention
+                attended = self._attend(block, stream.normalised(block.before_attention), rooms, place, places)
+                if place == final and keep < tokens:
+                    attended = stream.keep(attended, keep)
+                stream.add(self._product(block.o, attended), block.after_attention)
                 lap("o")
-            elif cache is not None:
-                cache.pass_over(block.index, residual.new_zeros(batch, 1, tokens, 1, dtype=decoder.dtype))
-            else:
+            elif isinstance(rooms, Sequence):
                 rooms[place].length.fill_(slot + tokens)
+            else:
+                rooms.pass_over(block.index, stream.residual.new_zeros(len(ids), 1, tokens, 1, dtype=decoder.dtype))
             if block.has_mlp:
-                add_norm(residual, added, after, block.before_mlp, x)
+                x = stream.normalised(block.before_mlp)
                 lap(REST)
                 both = self._products((block.gate, block.up), x)
                 lap("gate, up")
                 inner = gated(*both, block.activation)
                 lap(REST)
-                added, after = self._product(block.down, inner), block.after_mlp
+                stream.add(self._product(block.down, inner), block.after_mlp)
                 lap("down")
-        if stream is not None:
-            add_norm(residual, added, after, None, x)
-            residual, added, after = stream.rotation.back(residual).contiguous(), None, None
-        last = add_norm(residual, added, after, decoder.norm, x)
+        last = stream.at_end(decoder)
         lap(REST)
         logits = self._product(decoder.head, last)
         lap("head")
         return decoder.cap * (logits / decoder.cap).tanh() if decoder.cap else logits
+
+    def _attend(
+        self, block: DecoderBlock, x: Tensor, rooms: Sequence[LayerRoom] | AttendingCache, place: int, places: "_Places"
+    ) -> Tensor:
+        """The attention of a block with the input x, [batch, tokens, heads * channels], contiguous."""
+        places.lap(REST)
+        qkv, tables = self._products((block.q, block.k, block.v), x), self.decoder.rotary.of(block.kind, places.length)
+        places.lap("q, k, v")
+        if isinstance(rooms, Sequence):
+            attended = self._attention(block, rooms[place], qkv, tables, places.positions, places.seen)
+        else:
+            attended = attend_by_cache(rooms, block, qkv, x, tables, places.positions).flatten(-2)
+        places.lap("attention")
+        return attended
 
     def _product(self, linear: nn.Module, x: Tensor) -> Tensor:
         """The product of a linear with x: [..., out], contiguous."""
@@ -205,6 +200,60 @@ class DecoderForward:
 
 def _no_lap(part: str) -> None:
     """Nothing is timed."""
+
+
+@dataclass
+class _Stream:
+    """The residual stream [batch, tokens, hidden] in float32, to which `added` is still to be added, after its norm.
+
+    x: memory for the stream after a norm, in the model's dtype.
+    """
+
+    residual: Tensor
+    x: Tensor
+    added: Tensor | None = None
+    after: Norm | None = None
+
+    @classmethod
+    def of(cls, embedded: Tensor, decoder: Decoder) -> "_Stream":
+        """The stream of embedded tokens."""
+        turned = embedded if decoder.stream is None else decoder.stream.rotation(embedded.float())
+        residual = turned.float().contiguous()
+        return cls(residual, residual.new_empty(residual.shape, dtype=decoder.dtype))
+
+    def add(self, added: Tensor, after: Norm | None) -> None:
+        """Add the result of a part, once the stream is read."""
+        self.added, self.after = added, after
+
+    def normalised(self, norm: Norm | None) -> Tensor:
+        """The stream after a norm."""
+        added, after = self.added, self.after
+        self.added = self.after = None
+        return add_norm(self.residual, added, after, norm, self.x)
+
+    def keep(self, attended: Tensor, count: int) -> Tensor:
+        """Keep the last `count` tokens of the stream, and of the result of the attention, which is returned."""
+        self.residual = self.residual[:, -count:].contiguous()
+        self.x = self.x.new_empty(self.residual.shape)
+        return attended[:, -count:].contiguous()
+
+    def at_end(self, decoder: Decoder) -> Tensor:
+        """The stream after the last norm, rotated back."""
+        if decoder.stream is not None:
+            self.normalised(None)
+            self.residual = decoder.stream.rotation.back(self.residual).contiguous()
+        return self.normalised(decoder.norm)
+
+
+@dataclass
+class _Places:
+    """Where the tokens of a pass are. positions: int64 [batch, tokens]. length: of the rotary tables. lap: counts the
+    time of the parts."""
+
+    positions: Tensor
+    length: int
+    seen: "_Seen"
+    lap: Callable[[str], None]
 
 
 @dataclass
