@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from eval.record.noise import disturbed
 from eval.record.speed import Speed, StepPart
 
-ATTENTION = "attention"
+ATTENTION, BESIDE = "attention", "embedding, norms, the rest"
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,84 @@ class PromptExplanation:
         if self.disturbed:
             said.append(f"These times are noisy: {self.disturbed}.")
         return said
+
+
+@dataclass(frozen=True)
+class PredictedPart:
+    """A part of a decoding step or of a pass over a prompt on a device that is not at hand, of all blocks together.
+
+    bytes: of weights or of the cache that are read. operations: two for each multiply-add. launches: at least so many
+    kernels. seconds: the longest of the times for the bytes, the operations and the launches. bound: which one it is.
+    """
+
+    bytes: float
+    operations: float
+    launches: int
+    seconds: float
+    bound: str
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """A step of decoding, or a pass over a prompt. parts: by name."""
+
+    parts: dict[str, PredictedPart]
+
+    @property
+    def seconds(self) -> float:
+        """The least time, without Python's."""
+        return sum(part.seconds for part in self.parts.values())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Steps of several models on a device, from shapes alone, the model in 16 bits first.
+
+    device: its name. launches: kernels that the model's own code starts for one step. launch: seconds of Python for
+    each. tokens: of the prompt that a pass reads, 1 for a decoding step.
+    """
+
+    steps: dict[str, PredictedStep]
+    device: str
+    launches: int
+    launch: float
+    tokens: int = 1
+
+    def sentences(self, name: str) -> list[str]:
+        """What makes this model as fast as it is."""
+        before, after = next(iter(self.steps.values())), self.steps[name]
+        what = "a token" if self.tokens == 1 else f"a prompt of {self.tokens:,} tokens"
+        times = before.seconds / after.seconds
+        said = [
+            f"On {self.device} {what} takes {_ms(after.seconds)} at least, and {_ms(before.seconds)} in 16 bits: "
+            + ("the same time." if abs(times - 1) < 0.005 else f"{times:.2f} times as fast if nothing else takes time.")
+        ]
+        both = {
+            part: own for part, own in after.parts.items() if part in before.parts and part not in (ATTENTION, BESIDE)
+        }
+        same = [part for part, own in both.items() if own.bytes and own.bytes >= before.parts[part].bytes]
+        taken = sum(after.parts[part].seconds for part in same)
+        if same and taken > 0.05 * after.seconds:
+            said.append(f"Kept in 16 bits: {_listed(same)}, {_ms(taken)} ({_share(taken / after.seconds)}).")
+        for bound, why in _BOUNDS.items():
+            parts = [part for part, own in after.parts.items() if own.bound == bound]
+            taken = sum(after.parts[part].seconds for part in parts)
+            if taken > 0.05 * after.seconds:
+                said.append(f"Limited by {why}: {_listed(parts)}, {_ms(taken)} ({_share(taken / after.seconds)}).")
+        python = self.launches * self.launch
+        count = f"The model's own code starts {self.launches:,} kernels, for which Python needs {_ms(python)}"
+        if python > after.seconds:
+            slower = "Without a graph both models" if python > before.seconds else "Without a graph this model"
+            said.append(
+                f"{count}, more than the device. {slower} would wait for Python; `accelerate(model)` replays decoding "
+                "steps as one CUDA graph, which waits for nothing."
+            )
+        else:
+            said.append(f"{count}, which the device's own work hides.")
+        return said
+
+
+_BOUNDS = {"arithmetic": "arithmetic, so that fewer bytes do not help", "launches": "the number of kernels"}
 
 
 def _positive(*numbers: float | None) -> bool:

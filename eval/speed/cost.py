@@ -9,17 +9,25 @@ model itself stores.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
 
 from eval.record.serving import Combination
 from eval.record.speed import Cost, CostCeilings, CostRow, GridRow, Speed
-from eval.speed.work import Work, work
+from eval.record.steps import ATTENTION, BESIDE, PredictedPart, PredictedStep, Prediction
+from eval.speed.work import CacheLayer, Work, work, work_of_modules
 from kernels.harness.roofline import Ceilings
 from kernels.support.deploy import deployed
+
+# Seconds of Python for each kernel that a model's own code starts, and of the shortest kernels in a graph, on the
+# machine of the first H100 in reports/published/gpu.md: 36 tokens/s of 1,650 kernels each, and 2.3 us for a norm.
+LAUNCH, SHORTEST = 17e-6, 2.3e-6
 
 
 def predict(name: str, work: Work, *, context: int, batch: int = 1, ceilings: Ceilings) -> CostRow:
@@ -125,3 +133,86 @@ def speed_rows(speeds: Mapping[str, Speed]) -> list[GridRow]:
         )
         for name, one in speeds.items()
     ]
+
+
+def predict_step(
+    models: Mapping[str, nn.Module],
+    cache: Sequence[CacheLayer],
+    *,
+    context: int,
+    batch: int = 1,
+    prompt_tokens: int = 0,
+    ceilings: Ceilings,
+    device: str,
+    launch: float = LAUNCH,
+) -> Prediction:
+    """The least time of a decoding step, or of a pass over a prompt, and of its parts, from shapes alone.
+
+    Args:
+        models: the first one is that in 16 bits, and may be on the meta device; the others may hold stand-ins
+            (`eval.speed.work.StoredLinear`).
+        cache: what all of them cache.
+        context: cached tokens of each sequence that a step sees, with its own. batch: sequences.
+        prompt_tokens: if above 0, a pass over so many tokens of one sequence, instead of a step.
+        ceilings: of the device of this name. launch: seconds of Python for each kernel that a model's own code starts.
+    """
+    plain = next(iter(models.values()))
+    how = {"context": context, "batch": batch, "tokens": prompt_tokens, "ceilings": ceilings}
+    steps = {name: PredictedStep(_predicted_parts(model, cache, **how)) for name, model in models.items()}
+    return Prediction(steps, device, _launches(plain), launch, max(prompt_tokens, 1))
+
+
+def _predicted_parts(
+    model: nn.Module, cache: Sequence[CacheLayer], *, context: int, batch: int, tokens: int, ceilings: Ceilings
+) -> dict[str, PredictedPart]:
+    """{name of a linear inside its block, or other part: what it takes}."""
+    rows = tokens or batch
+    found: dict[str, list[float]] = {}  # bytes, operations, kernels
+    head = next((name for name, one in model.named_modules() if one is model.get_output_embeddings()), "")
+    for name, one in work_of_modules(model).items():
+        multiplied = one.macs or one.experts
+        part = re.sub(r"^.*?\.\d+\.", "", name) if multiplied else BESIDE
+        its_rows = batch if name == head else rows  # only the last token of a prompt needs logits
+        for place, more in enumerate((one.weight_bytes(its_rows), one.flops(0, its_rows), 1)):
+            found.setdefault(part, [0.0, 0.0, 0])[place] += more
+    seen = [i + 1 for i in range(tokens)] or [context] * batch
+    for layer in cache:
+        positions = [min(count, layer.window or count) for count in seen]
+        read = layer.bytes * (max(positions) if tokens else sum(positions))
+        for place, more in enumerate((read, 2.0 * layer.macs * sum(positions), 2)):  # one stores what is new
+            found.setdefault(ATTENTION, [0.0, 0.0, 0])[place] += more
+    rest = found.pop(BESIDE, None)
+    found |= {BESIDE: rest} if rest else {}
+    rate = ceilings.rates.get("bfloat16")
+    return {name: _longest(*numbers, rate=rate, bandwidth=ceilings.bandwidth) for name, numbers in found.items()}
+
+
+def _longest(size: float, operations: float, launches: int, *, rate: float | None, bandwidth: float) -> PredictedPart:
+    times = {
+        "memory": size / bandwidth,
+        "arithmetic": operations / rate if rate else 0.0,
+        "launches": launches * SHORTEST,
+    }
+    bound = max(times, key=times.__getitem__)
+    return PredictedPart(size, operations, launches, times[bound], bound)
+
+
+class _Launches(TorchDispatchMode):
+    """Counts the ops that compute something, and are not views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        views = func.is_view or func is torch.ops.aten._unsafe_view.default
+        self.count += not views
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def _launches(model: nn.Module) -> int:
+    """Kernels that a model's own code starts for one decoding step, on a device on which every op is one."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    cache = model(ids, use_cache=True).past_key_values
+    with _Launches() as counter:
+        model(ids[:, :1], past_key_values=cache, use_cache=True)
+    return counter.count

@@ -1,6 +1,6 @@
 """The bytes and multiply-adds of a decoding step, counted from a model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -95,12 +95,21 @@ def work(model: nn.Module, *, cache: tuple[CacheLayer, ...] | None = None) -> Wo
         model: may hold stand-ins, if the cache is known.
         cache: what the model caches; None: it reads two tokens to find that.
     """
-    counter = _Counter(getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None))
-    counter.count(model)
+    parts = _counted(model).values()
     floats = (p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = str(next(floats, torch.bfloat16)).removeprefix("torch.")
     cache = _cache_layers(model) if cache is None else cache
-    return Work(counter.once, counter.a_row, counter.macs, tuple(counter.experts), cache, dtype)
+    once, a_row, macs = (sum(getattr(part, kind) for part in parts) for kind in ("once", "a_row", "macs"))
+    return Work(once, a_row, macs, tuple(one for part in parts for one in part.experts), cache, dtype)
+
+
+def work_of_modules(model: nn.Module) -> dict[str, Work]:
+    """{name of a module that holds weights: the work of a decoding step with them}; their sum is `work(model)`, without
+    the cache. The experts of a layer are one module."""
+    return {
+        name: Work(part.once, part.a_row, part.macs, tuple(part.experts), (), "")
+        for name, part in _counted(model).items()
+    }
 
 
 def stored_bytes(model: nn.Module) -> int:
@@ -111,59 +120,81 @@ def stored_bytes(model: nn.Module) -> int:
     return sum({id(tensor): tensor.nbytes for tensor in tensors}.values()) + stands_for
 
 
+@dataclass
+class _Part:
+    """The work of a module's own weights, as in `Work`."""
+
+    once: float = 0.0
+    a_row: float = 0.0
+    macs: float = 0.0
+    experts: list[Experts] = field(default_factory=list)
+
+
+def _counted(model: nn.Module) -> dict[str, _Part]:
+    """The work of each module that holds weights, by its name."""
+    counter = _Counter(getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None))
+    counter.count(model)
+    return counter.parts
+
+
 class _Counter:
-    """Walks over a model's modules and sums the counts in its attributes."""
+    """Walks over a model's modules and keeps their counts."""
 
     def __init__(self, active: int | None) -> None:
         self.active = active  # experts per token, if routers do not tell it
-        self.once = self.a_row = self.macs = 0.0
-        self.experts: list[Experts] = []
+        self.parts: dict[str, _Part] = {}
 
-    def count(self, module: nn.Module, active: int | None = None) -> None:
-        """Count a module and its children. active: experts per token, according to a router beside it."""
+    def count(self, module: nn.Module, name: str = "", active: int | None = None) -> None:
+        """Count a module of this name and its children. active: experts per token, according to a router beside it."""
         if isinstance(module, nn.Embedding):
-            self.a_row += module.weight[0].nbytes
+            self.parts[name] = _Part(a_row=module.weight[0].nbytes)
             return
         if hasattr(module, "num_embeddings"):  # stored compressed, and looked up row by row
-            self.a_row += module.nbytes / module.num_embeddings
+            self.parts[name] = _Part(a_row=module.nbytes / module.num_embeddings)
             return
         if isinstance(getattr(module, "nbytes", None), int) and hasattr(
             module, "out_features"
         ):  # stored compressed, with its own counts
-            beside = sum(t.nbytes for name, t in _stored(module).items() if not name.startswith("parts."))
-            self.once += module.nbytes + beside
-            self.macs += getattr(module, "macs", module.out_features * module.in_features)
+            beside = sum(t.nbytes for own, t in _stored(module).items() if not own.startswith("parts."))
+            macs = getattr(module, "macs", module.out_features * module.in_features)
+            self.parts[name] = _Part(once=module.nbytes + beside, macs=macs)
             return
         routed = _routed(module)
-        tensors = {name: t for name, t in _stored(module, recurse=False).items() if name not in routed}
-        self.once += sum(t.nbytes for t in tensors.values())
-        self.macs += sum(
-            t.numel() for t in tensors.values() if t.dim() == 2
-        )  # routers have bare matrices, like linears
+        tensors = {own: t for own, t in _stored(module, recurse=False).items() if own not in routed}
+        if tensors:
+            matrices = [t for t in tensors.values() if t.dim() == 2]  # routers have bare ones, like linears
+            self.parts[name] = _Part(sum(t.nbytes for t in tensors.values()), macs=sum(t.numel() for t in matrices))
         top_k = next(
             (m.top_k for m in (module, *module.children()) if isinstance(getattr(m, "top_k", None), int)), active
         )
-        for name, child in module.named_children():
-            if name not in routed:
-                self.count(child, top_k)
+        for own, child in module.named_children():
+            if own not in routed:
+                self.count(child, f"{name}.{own}" if name else own, top_k)
         if routed:
-            self._count_experts(module, routed, top_k or self.active)
+            experts = _experts(module, routed, top_k or self.active)
+            self.parts.setdefault(name, _Part()).experts.append(experts)
 
-    def _count_experts(self, module: nn.Module, routed: set[str], active: int | None) -> None:
-        parts = _Counter(None)
-        for name in routed:
-            part = getattr(module, name)
-            if isinstance(part, Tensor):
-                parts.once += part.nbytes
-                parts.macs += part.numel() if part.dim() == 3 else 0
-            else:
-                parts.count(part)
-        if not active:
-            raise ValueError(
-                f"`model`: neither a router beside its {type(module).__name__} nor its config (num_experts_per_tok) "
-                "says how many experts a token takes"
-            )
-        self.experts.append(Experts(parts.once, parts.macs, module.num_experts, min(active, module.num_experts)))
+
+def _experts(module: nn.Module, routed: set[str], active: int | None) -> Experts:
+    """The work of the experts in these parameters and lists of a module."""
+    counter, size, macs = _Counter(None), 0.0, 0.0
+    for name in routed:
+        part = getattr(module, name)
+        if isinstance(part, Tensor):
+            size += part.nbytes
+            macs += part.numel() if part.dim() == 3 else 0
+        else:
+            counter.count(part, name)
+    if not active:
+        raise ValueError(
+            f"`model`: neither a router beside its {type(module).__name__} nor its config (num_experts_per_tok) says "
+            "how many experts a token takes"
+        )
+    size, macs = (
+        sum((getattr(part, kind) for part in counter.parts.values()), start)
+        for kind, start in (("once", size), ("macs", macs))
+    )
+    return Experts(size, macs, module.num_experts, min(active, module.num_experts))
 
 
 def _stored(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:

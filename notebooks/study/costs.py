@@ -47,10 +47,12 @@ CACHES = (
 
 @dataclass(frozen=True)
 class Weights:
-    """Stored weights. work: of a step with them and a cache in 16 bits. nbytes: of all of them."""
+    """Stored weights. work: of a step with them and a cache in 16 bits. nbytes: of all of them. model: without values,
+    with stand-ins of stored weights."""
 
     work: Work
     nbytes: int
+    model: nn.Module
 
 
 def outline(name: str) -> nn.Module:
@@ -89,10 +91,10 @@ def plain_weights(name: str, model: nn.Module, parameter: str = "MODEL") -> Weig
     try:
         own = deployed(model)
         if not stored_specs(model):
-            return Weights(work(own), stored_bytes(own))
+            return Weights(work(own), stored_bytes(own), own)
         with torch.device("meta"):  # stored weights do not run without values
             plain = auto_class(model.config).from_config(model.config, trust_remote_code=False)
-        return Weights(work(own, cache=work(deployed(plain)).cache), stored_bytes(own))
+        return Weights(work(own, cache=work(deployed(plain)).cache), stored_bytes(own), own)
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
             f"`{parameter}` (={name!r}): a {type(model).__name__} cannot be run without its weights, so that what it "
@@ -160,7 +162,7 @@ def stored_weights(methods: Sequence[Method], model: nn.Module, plain: Weights) 
             replace_linear(made, name, StoredLinear(out, columns, size, macs, bias))
         if name == ends.embedding or (ends.tied and name == ends.head):
             replace_linear(made, ends.embedding, StoredTable(out, size, tied=ends.tied))
-    return Weights(work(made, cache=plain.work.cache), stored_bytes(made))
+    return Weights(work(made, cache=plain.work.cache), stored_bytes(made), made)
 
 
 def stored_cache(methods: Sequence[Method], model: nn.Module, plain: Weights, context: int) -> tuple[CacheLayer, ...]:

@@ -9,10 +9,24 @@ from compress import apply, load_model
 from compress.linear import sharing_copy
 from eval.record.rows import typed
 from eval.record.speed import StepPart
-from eval.record.steps import Explanation, PromptExplanation, PromptPart, PromptTimes, StepTimes
+from eval.record.steps import (
+    ATTENTION,
+    BESIDE,
+    Explanation,
+    PredictedPart,
+    PredictedStep,
+    Prediction,
+    PromptExplanation,
+    PromptPart,
+    PromptTimes,
+    StepTimes,
+)
+from eval.speed.cost import predict_step
 from eval.speed.explain import explain, explain_prompts
 from eval.speed.step_parts import time_parts
+from eval.speed.work import work
 from kernels import native
+from kernels.harness.roofline import Ceilings
 from notebooks.batch.cli import main
 from reports.page import resources
 from reports.page.render import page
@@ -194,8 +208,78 @@ def test_the_table_of_parts_is_printed(capsys):
         (["tiny", RECIPE, "--prompt", "0"], "`--prompt` (=0) must be 1 or more"),
         (["tiny", RECIPE, "--prompt", "9", "--context", "9"], "exclude each other"),
         (["no/such folder", RECIPE], "MODEL"),
+        (["tiny", RECIPE, "--batch", "4"], "`--batch` (=4) is for predictions: give `--device` as well"),
+        (["tiny", RECIPE, "--launch", "4"], "`--launch` (=4) is for predictions: give `--device` as well"),
+        (["tiny", RECIPE, "--device", "h100"], "`--device` (='h100') is not known; did you mean"),
+        (["tiny", RECIPE, "--device", "l4", "--rounds", "2"], "`--rounds` (=2) is for times that are measured"),
+        (["tiny", RECIPE, "--device", "l4", "--prompt", "9", "--batch", "2"], "`--batch` (=2) is for decoding steps"),
+        (["tiny", RECIPE, "--device", "l4", "--launch", "-1"], "`--launch` (=-1) must be microseconds"),
+        (["tiny", "layer_drop", "--device", "l4"], "`RECIPE` (='layer_drop') must do without layer_drop"),
+        (["tiny", "snapkv", "--device", "l4"], "is of the cache"),
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_loaded(arguments, message, capsys):
     assert main(["explain", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_parts_on_another_device_follow_from_shapes():
+    """Their sums are the work of the whole step; each takes the longest of its three times."""
+    model = tiny_model("llama", num_hidden_layers=3)
+    whole, ceilings = work(model), Ceilings(1e9, {"bfloat16": 1e9})
+    how = {"ceilings": ceilings, "device": "a device", "launch": 1e-6}
+    step = predict_step({"16 bits": model}, whole.cache, context=10, batch=4, **how).steps["16 bits"]
+    assert sum(part.bytes for part in step.parts.values()) == whole.weight_bytes(4) + whole.cache_bytes(10, 4)
+    assert sum(part.operations for part in step.parts.values()) == whole.flops(10, 4)
+    q = step.parts["self_attn.q_proj"]
+    assert q.launches == 3 and q.operations == 3 * 2 * 4 * 64 * 64 and q.bytes == 3 * 64 * 64 * 4
+    assert (q.seconds, q.bound) == (q.operations / 1e9, "arithmetic")
+    assert step.parts[BESIDE].bound == "launches" and list(step.parts)[-2:] == [ATTENTION, BESIDE]
+    prompt = predict_step({"16 bits": model}, whole.cache, context=0, prompt_tokens=10, **how).steps["16 bits"]
+    assert prompt.parts["self_attn.q_proj"].operations == 10 / 4 * q.operations
+    assert prompt.parts["lm_head"].operations == step.parts["lm_head"].operations / 4, "of the last token alone"
+    seen = sum(range(1, 11)) / 10  # of the whole context, on average
+    assert prompt.parts[ATTENTION].operations == pytest.approx(10 / 4 * step.parts[ATTENTION].operations * seen / 10)
+
+
+def test_experts_are_one_part_and_windows_are_short():
+    model = tiny_model("mixtral")
+    whole = work(model)
+    how = {"ceilings": Ceilings(1e9, {}), "device": "a device"}
+    step = predict_step({"16 bits": model}, whole.cache, context=10, batch=2, **how).steps["16 bits"]
+    assert sum(part.bytes for part in step.parts.values()) == pytest.approx(
+        whole.weight_bytes(2) + whole.cache_bytes(10, 2)
+    )
+    assert any(part.operations and "expert" in name for name, part in step.parts.items())
+    gemma = tiny_model("gemma3_text")
+    cache = work(gemma).cache
+    step = predict_step({"16 bits": gemma}, cache, context=100, **how).steps["16 bits"]
+    assert step.parts[ATTENTION].bytes == work(gemma).cache_bytes(100, 1)
+
+
+def test_what_is_said_of_another_device():
+    def step(gate, head):
+        parts = {"mlp.gate_proj": PredictedPart(gate, 1.0, 8, gate / 1e9, "memory")}
+        parts |= {"lm_head": PredictedPart(head, 1.0, 1, head / 1e9, "arithmetic")}
+        return PredictedStep(parts)
+
+    steps = {"16 bits": step(8e6, 2e6), "x": step(2e6, 2e6)}
+    said = " ".join(Prediction(steps, "gpu", 100, 5e-5).sentences("x"))
+    assert "On gpu a token takes 4.00 ms at least, and 10.00 ms in 16 bits: 2.50 times as fast if nothing else" in said
+    assert "Kept in 16 bits: lm_head, 2.00 ms (50 %)." in said
+    assert "Limited by arithmetic, so that fewer bytes do not help: lm_head, 2.00 ms (50 %)." in said
+    assert (
+        "starts 100 kernels, for which Python needs 5.00 ms, more than the device. Without a graph this model" in said
+    )
+    assert "which the device's own work hides." in Prediction(steps, "gpu", 100, 1e-6).sentences("x")[-1]
+    assert "both models would wait" in Prediction(steps, "gpu", 1000, 1e-4).sentences("x")[-1]
+
+
+def test_the_table_of_another_device_is_printed(capsys):
+    """Of a shape that is loaded nowhere, on a device that is not here."""
+    assert main(["explain", "llama-1b", "gptq(bits=4)", "--device", "h100-sxm", "--batch", "16"]) == 0
+    said = capsys.readouterr().out
+    assert "mlp.down_proj" in said and "a step of 16 x 1 token behind 512 on h100-sxm: 3,350 GB/s" in said
+    assert "times as fast if nothing else takes time." in said and "one CUDA graph" in said
+    assert main(["explain", "tiny", RECIPE, "--device", "l4", "--prompt", "64"]) == 0
+    assert "a prompt of 64 tokens on l4" in capsys.readouterr().out
