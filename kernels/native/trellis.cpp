@@ -57,6 +57,11 @@ struct Loops {
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx2,f16c")
 namespace avx512 {
+constexpr bool FIELDS = false;
+constexpr int SUMS = 16;
+typedef Floats Values;
+INLINE void add(Values& sum, const Values& values, float x) { sum += values * x; }
+INLINE void put(const Values& values, float* to) { *(Floats*)to = values; }
 struct Taker {  // takes sixteen states, `bits` apart, out of 16 bytes
   __m512i places, shifts, mask, multiplier;
 };
@@ -70,7 +75,8 @@ INLINE Taker taker(int bits, int states) {
   return {_mm512_load_si512(places), _mm512_load_si512(shifts), _mm512_set1_epi32((1 << states) - 1),
           _mm512_set1_epi32(int(MULTIPLIER))};
 }
-INLINE Floats take(const Taker& t, const uint8_t* p) {
+template <bool WIDE>
+INLINE Values take(const Taker& t, const uint8_t* p) {
   const __m512i bytes = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   const __m512i state = _mm512_and_si512(_mm512_srlv_epi32(_mm512_shuffle_epi8(bytes, t.places), t.shifts), t.mask);
   const __m512i hash = _mm512_mullo_epi32(state, t.multiplier);
@@ -82,8 +88,50 @@ INLINE Floats take(const Taker& t, const uint8_t* p) {
 #pragma GCC pop_options
 
 #pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,fma,avx2,f16c")
+namespace avx512fields {  // one instruction takes eight bits from anywhere in 64, another one adds four bytes
+constexpr bool FIELDS = true;  // are sixteen states of 4 bits, which take more than 64 bits, taken in another way?
+constexpr int SUMS = 16;
+typedef Floats Values;
+INLINE void add(Values& sum, const Values& values, float x) { sum += values * x; }
+INLINE void put(const Values& values, float* to) { *(Floats*)to = values; }
+struct Taker {
+  __m512i places, mask, multiplier;
+};
+INLINE Taker taker(int bits, int states) {
+  alignas(64) uint8_t places[64];  // the last eight states of 4 bits are taken from 32 bits further
+  for (int i = 0; i < 16; i++)
+    for (int b = 0; b < 4; b++) places[4 * i + b] = uint8_t((bits * i - (bits == 4 && i >= 8 ? 32 : 0) + 8 * b) & 63);
+  return {_mm512_load_si512(places), _mm512_set1_epi32((1 << states) - 1), _mm512_set1_epi32(int(MULTIPLIER))};
+}
+template <bool WIDE>
+INLINE Values take(const Taker& t, const uint8_t* p) {
+  int64_t words[2];
+  memcpy(words, p, 8), memcpy(words + 1, p + 4, 8);
+  __m512i fields = _mm512_set1_epi64(words[0]);
+  if (WIDE) fields = _mm512_mask_set1_epi64(fields, 0xF0, words[1]);
+  const __m512i state = _mm512_and_si512(_mm512_multishift_epi64_epi8(t.places, fields), t.mask);
+  const __m512i hash = _mm512_mullo_epi32(state, t.multiplier);
+  return (Values)_mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), hash));
+}
+#include "trellis_loops.inc"
+}  // namespace avx512fields
+#pragma GCC pop_options
+
+#pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 namespace avx2 {
+constexpr bool FIELDS = false;
+constexpr int SUMS = 4;
+struct Values {
+  __m256 half[2];
+};
+INLINE void add(Values& sum, const Values& values, float x) {
+  for (int i = 0; i < 2; i++) sum.half[i] = _mm256_fmadd_ps(values.half[i], _mm256_set1_ps(x), sum.half[i]);
+}
+INLINE void put(const Values& values, float* to) {
+  for (int i = 0; i < 2; i++) _mm256_storeu_ps(to + 8 * i, values.half[i]);
+}
 struct Taker {
   __m256i places[2], shifts[2], mask, multiplier;
 };
@@ -98,16 +146,15 @@ INLINE Taker taker(int bits, int states) {
   return {{load(places), load(places + 32)}, {load(shifts), load(shifts + 8)}, _mm256_set1_epi32((1 << states) - 1),
           _mm256_set1_epi32(int(MULTIPLIER))};
 }
-INLINE Floats take(const Taker& t, const uint8_t* p) {
+template <bool WIDE>
+INLINE Values take(const Taker& t, const uint8_t* p) {
   const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  __m256 half[2];
+  Values values;
   for (int i = 0; i < 2; i++) {
     const __m256i state = _mm256_and_si256(_mm256_srlv_epi32(_mm256_shuffle_epi8(bytes, t.places[i]), t.shifts[i]), t.mask);
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_mullo_epi32(state, t.multiplier));
-    half[i] = _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    values.half[i] = _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
-  Floats values;
-  memcpy(&values, half, sizeof(values));
   return values;
 }
 #include "trellis_loops.inc"
@@ -117,6 +164,17 @@ INLINE Floats take(const Taker& t, const uint8_t* p) {
 
 #ifdef HAVE_NEON
 namespace neon {
+constexpr bool FIELDS = false;
+constexpr int SUMS = 4;
+struct Values {
+  float32x4_t part[4];
+};
+INLINE void add(Values& sum, const Values& values, float x) {
+  for (int q = 0; q < 4; q++) sum.part[q] = vfmaq_n_f32(sum.part[q], values.part[q], x);
+}
+INLINE void put(const Values& values, float* to) {
+  for (int q = 0; q < 4; q++) vst1q_f32(to + 4 * q, values.part[q]);
+}
 struct Taker {
   uint8x16_t places[4];
   int32x4_t shifts[4];  // to the right
@@ -137,17 +195,16 @@ INLINE Taker taker(int bits, int states) {
   t.mask = vdupq_n_u32((1u << states) - 1), t.multiplier = vdupq_n_u32(MULTIPLIER);
   return t;
 }
-INLINE Floats take(const Taker& t, const uint8_t* p) {
+template <bool WIDE>
+INLINE Values take(const Taker& t, const uint8_t* p) {
   const uint8x16_t bytes = vld1q_u8(p);
-  float32x4_t parts[4];
+  Values values;
 #pragma GCC unroll 4
   for (int q = 0; q < 4; q++) {
     const uint32x4_t words = vreinterpretq_u32_u8(vqtbl1q_u8(bytes, t.places[q]));
     const uint32x4_t hash = vmulq_u32(vandq_u32(vshlq_u32(words, t.shifts[q]), t.mask), t.multiplier);
-    parts[q] = vcvtq_f32_s32(vpaddlq_s16(vpaddlq_s8(vreinterpretq_s8_u32(hash))));
+    values.part[q] = vcvtq_f32_s32(vpaddlq_s16(vpaddlq_s8(vreinterpretq_s8_u32(hash))));
   }
-  Floats values;
-  memcpy(&values, parts, sizeof(values));
   return values;
 }
 #include "trellis_loops.inc"
@@ -155,13 +212,19 @@ INLINE Floats take(const Taker& t, const uint8_t* p) {
 #endif  // aarch64
 
 namespace portable {
+constexpr bool FIELDS = false;
+constexpr int SUMS = 4;
+typedef Floats Values;
+INLINE void add(Values& sum, const Values& values, float x) { sum += values * x; }
+INLINE void put(const Values& values, float* to) { *(Floats*)to = values; }
 struct Taker {
   int bits;
   uint32_t mask;
 };
 INLINE Taker taker(int bits, int states) { return {bits, (1u << states) - 1}; }
-INLINE Floats take(const Taker& t, const uint8_t* p) {
-  Floats values;
+template <bool WIDE>
+INLINE Values take(const Taker& t, const uint8_t* p) {
+  Values values;
   for (int i = 0; i < LANES; i++) {
     uint32_t word = 0;
     for (int b = 0; b < 4; b++) word |= uint32_t(p[((t.bits * i) >> 3) + b]) << (8 * b);
@@ -174,9 +237,11 @@ INLINE Floats take(const Taker& t, const uint8_t* p) {
 }  // namespace portable
 
 const Loops& loops_of(const std::string& isa) {
-  const std::string taken = isa == "auto" ? best_isa(false) : isa;
+  const std::string taken = isa == "auto" ? best_isa(true) : isa;
   TORCH_CHECK(runs(taken), "`isa` (='", taken, "') is not one of this machine's");
 #ifdef HAVE_X86
+  static const bool fields = workbench::x86().vnni && workbench::x86().vbmi2 && __builtin_cpu_supports("avx512vbmi");
+  if (taken == "avx512bf16" && fields) return avx512fields::loops;
   if (taken == "avx512" || taken == "avx512bf16") return avx512::loops;
   if (taken == "avx2") return avx2::loops;
 #endif

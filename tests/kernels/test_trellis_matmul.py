@@ -8,6 +8,8 @@ from kernels import native
 from kernels.registry import recording
 from kernels.support.declarations import OWN
 from kernels.trellis_matmul import (
+    BITS,
+    STATES,
     UNIT,
     Trellis,
     decode,
@@ -109,6 +111,24 @@ def test_every_instruction_set_gives_the_same():
         assert torch.allclose(y, x[:, :24] @ W, rtol=1e-4, atol=0.1)
         found.append((costs_of(x, symbols, table, 3), W))
     assert all(np.allclose(found[0][0], cost) and torch.equal(found[0][1], W) for cost, W in found)
+
+
+@pytest.mark.skipif("cpu" not in IMPLS, reason="needs the C++ kernels")
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize("bits", BITS)
+def test_products_of_every_instruction_set(bits, states):
+    """Walks of four panels and less, of more, and of a number that four does not divide; with up to five tokens,
+    of which four are taken at once."""
+    for panels, columns in ((2, 1), (2, 3), (3, 5), (4, 2), (7, 4), (10, 3)):
+        codes = torch.randint(256, (2, columns, 2 * bits * panels), dtype=torch.uint8)
+        W = decode(Trellis(codes, torch.ones(2 * 16 * panels), bits, states, (2 * 16 * panels, columns)))
+        for isa in filter(native.runs, native.ISAS):
+            found = torch.ops.workbench.trellis_decode(codes, bits, states, isa)
+            assert torch.equal(found.t(), W), (isa, panels)
+            for tokens in range(1, 6):
+                x = torch.randn(tokens, columns)
+                y = torch.ops.workbench.trellis_multiply(x, codes, bits, states, isa)
+                assert torch.allclose(y, x @ W.t(), rtol=1e-4, atol=0.1), (isa, panels, tokens)
 
 
 def test_the_op_survives_the_compiler_and_says_what_ran(backend):
