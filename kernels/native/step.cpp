@@ -114,7 +114,12 @@ int64_t DecodeStep::change(const Maybe& signs, std::vector<at::Tensor> factors, 
   }
   if (signs) {
     TORCH_CHECK(is_floats(signs, signs->numel()) && signs->numel() % block == 0, "signs: float32, of blocks of ", block);
-    c.signs = *signs, c.factors.assign(factors.rbegin(), factors.rend());
+    c.signs = *signs;
+    for (auto H = factors.rbegin(); H != factors.rend(); H++) {  // a vector behind the last row can be read
+      const int64_t f = H->size(0);
+      c.factors.push_back(at::zeros({f + (UNIT + f - 1) / f, f}, H->options()));
+      c.factors.back().narrow(0, 0, f).copy_(*H);
+    }
   }
   if (order) {
     TORCH_CHECK(order->scalar_type() == at::kInt && order->is_contiguous() && order->dim() == 1, "order: int32 [in]");
