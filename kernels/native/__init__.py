@@ -128,6 +128,12 @@ def tiles() -> str:
     return torch.ops.workbench.tiles_isa() if why_not() is None else ""
 
 
+@cache
+def walks_in_tiles() -> str:
+    """The same as `tiles` for weights in walks through a trellis; AVX512-VBMI and AVX512-VNNI are needed as well."""
+    return torch.ops.workbench.trellis_tiles_isa() if why_not() is None else ""
+
+
 @torch.compiler.assume_constant_result
 def kv_decode_isa(dtype: torch.dtype) -> str:
     """The same for `kv_decode` with queries of `dtype`."""

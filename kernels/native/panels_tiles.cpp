@@ -24,13 +24,12 @@ namespace {
 #ifdef HAVE_X86
 #define STATIC static inline __attribute__((always_inline))
 
-constexpr int64_t TILE_COLUMNS = 32;    // of bfloat16
-
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,avx2,f16c")
 namespace tiles {
 using namespace wide;
 #include "panels_bfloat16.inc"
+#include "tile_rows.inc"
 #include "panels_tiles.inc"
 }  // namespace tiles
 #pragma GCC pop_options
@@ -52,11 +51,11 @@ struct Panels {
   template <class Plan>
   void pack(const Plan& plan, int64_t token, int64_t count) const {
     for (int64_t tile = 0; tile < plan.tiles(); tile++)
-      tiles::pack_tile(x + token * columns, columns, tile * TILE_COLUMNS, count, plan.piece(token, tile));
+      tiles::pack_tile(x + token * columns, columns, tile * tiles::TILE_COLUMNS, count, plan.piece(token, tile));
   }
 
   TileRow strip(int64_t first, int64_t n, int64_t tile, int64_t count, char* room) const {
-    const int64_t panel = 2 * (first + n), column = tile * TILE_COLUMNS, here = std::min(columns - column, count * TILE_COLUMNS);
+    const int64_t panel = 2 * (first + n), column = tile * tiles::TILE_COLUMNS, here = std::min(columns - column, count * tiles::TILE_COLUMNS);
     char* other = room + count * TILE_BYTES;
     dequantise(w, panel, column, here, reinterpret_cast<uint32_t*>(room));
     dequantise(w, std::min(panel + 1, w.panels - 1), column, here, reinterpret_cast<uint32_t*>(other));

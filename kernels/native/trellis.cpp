@@ -15,17 +15,10 @@
 
 namespace {
 
-#define INLINE static inline __attribute__((always_inline))
+#include "trellis.inc"
 
-constexpr int LANES = 16;       // rows that are decoded at once: a panel
 constexpr int PANELS = 4;       // that one pass over the columns takes
 constexpr int TOKENS = 4;
-constexpr int LONGEST = 128;    // bytes of a sequence: 256 weights of 4 bits
-constexpr uint32_t MULTIPLIER = 3500900923u;
-
-typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
 
 // Of two vectors, one after the other, every second number from the `at`th on.
 #define EVERY_OTHER(a, b, at)                                                                                        \
@@ -36,13 +29,6 @@ typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
 struct Search {
   const float* values;
   int length, states, window;
-};
-
-// codes [segments, in, bytes], of sequences of `length` rows of one column.
-struct Weight {
-  const uint8_t* codes;
-  int64_t in, bytes;
-  int length, states;
 };
 
 struct Loops {
@@ -89,31 +75,8 @@ INLINE Values take(const Taker& t, const uint8_t* p) {
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,fma,avx2,f16c")
-namespace avx512fields {  // one instruction takes eight bits from anywhere in 64, another one adds four bytes
-constexpr bool FIELDS = true;  // are sixteen states of 4 bits, which take more than 64 bits, taken in another way?
-constexpr int SUMS = 16;
-typedef Floats Values;
-INLINE void add(Values& sum, const Values& values, float x) { sum += values * x; }
-INLINE void put(const Values& values, float* to) { *(Floats*)to = values; }
-struct Taker {
-  __m512i places, mask, multiplier;
-};
-INLINE Taker taker(int bits, int states) {
-  alignas(64) uint8_t places[64];  // the last eight states of 4 bits are taken from 32 bits further
-  for (int i = 0; i < 16; i++)
-    for (int b = 0; b < 4; b++) places[4 * i + b] = uint8_t((bits * i - (bits == 4 && i >= 8 ? 32 : 0) + 8 * b) & 63);
-  return {_mm512_load_si512(places), _mm512_set1_epi32((1 << states) - 1), _mm512_set1_epi32(int(MULTIPLIER))};
-}
-template <bool WIDE>
-INLINE Values take(const Taker& t, const uint8_t* p) {
-  int64_t words[2];
-  memcpy(words, p, 8), memcpy(words + 1, p + 4, 8);
-  __m512i fields = _mm512_set1_epi64(words[0]);
-  if (WIDE) fields = _mm512_mask_set1_epi64(fields, 0xF0, words[1]);
-  const __m512i state = _mm512_and_si512(_mm512_multishift_epi64_epi8(t.places, fields), t.mask);
-  const __m512i hash = _mm512_mullo_epi32(state, t.multiplier);
-  return (Values)_mm512_cvtepi32_ps(_mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), hash));
-}
+namespace avx512fields {
+#include "trellis_fields.inc"
 #include "trellis_loops.inc"
 }  // namespace avx512fields
 #pragma GCC pop_options
@@ -240,8 +203,7 @@ const Loops& loops_of(const std::string& isa) {
   const std::string taken = isa == "auto" ? best_isa(true) : isa;
   TORCH_CHECK(runs(taken), "`isa` (='", taken, "') is not one of this machine's");
 #ifdef HAVE_X86
-  static const bool fields = workbench::x86().vnni && workbench::x86().vbmi2 && __builtin_cpu_supports("avx512vbmi");
-  if (taken == "avx512bf16" && fields) return avx512fields::loops;
+  if (taken == "avx512bf16" && has_fields()) return avx512fields::loops;
   if (taken == "avx512" || taken == "avx512bf16") return avx512::loops;
   if (taken == "avx2") return avx2::loops;
 #endif
@@ -249,14 +211,6 @@ const Loops& loops_of(const std::string& isa) {
   if (taken == "neon" || taken == "neon bf16") return neon::loops;
 #endif
   return portable::loops;
-}
-
-Weight weight_of(const at::Tensor& codes, int64_t bits, int64_t states) {
-  TORCH_CHECK(codes.dim() == 3 && codes.is_contiguous() && codes.scalar_type() == at::kByte && bits >= 2 && bits <= 4 &&
-                  states >= 8 && states <= 16 && codes.size(2) % (2 * bits) == 0 && codes.size(2) <= LONGEST &&
-                  codes.size(2) >= 8,
-              "trellis: codes ", codes.sizes(), " of ", bits, " bits and ", states, " bits of state cannot be read");
-  return {codes.const_data_ptr<uint8_t>(), codes.size(1), codes.size(2), int(codes.size(2) * 8 / bits), int(states)};
 }
 
 std::tuple<at::Tensor, at::Tensor> encode(const at::Tensor& x, const at::Tensor& table, int64_t bits, int64_t window,

@@ -16,7 +16,7 @@ from transformers import Cache
 
 from kernels import native
 from kernels.kv_decode import KV, kv_decode
-from kernels.linear import better_in_float32
+from kernels.linear import better_in_float32, tiles
 from kernels.linear.onednn import in_float32, lay_out, lays_out, product
 from kernels.linear.rows import faster_than_onednn, products, rows_fit
 from kernels.prompt_attention import faster_than_torch, prompt_attention
@@ -72,6 +72,8 @@ class DecoderForward:
         if reason := native.why_not():
             raise NotNative(reason)
         self.decoder, self._laid_out = decoder, laid_out if lays_out(decoder.dtype) else 0
+        # Products of AMX's tiles are faster than oneDNN's, which were not compared on processors without AMX.
+        self._tiles = bool(self._laid_out) and decoder.dtype == torch.bfloat16 and native.tiles() == "amx"
         self.laps: Laps | None = None
         self._dense: dict[int, Tensor] = {}  # key: the weight's address
         self._joined: dict[int, Joined | None] = {}  # key: the first linear's id
@@ -154,7 +156,7 @@ class DecoderForward:
 
     def _product(self, linear: nn.Module, x: Tensor) -> Tensor:
         """The product of a linear with x: [..., out], contiguous."""
-        if type(linear) is not nn.Linear or linear.weight.dtype != x.dtype:
+        if not _is_dense(linear, x):
             return linear(x).contiguous()
         weight, tokens = linear.weight, x.numel() // x.shape[-1]
         if rows_fit(weight, tokens) and faster_than_onednn(*weight.shape, tokens, weight.dtype):
@@ -163,6 +165,8 @@ class DecoderForward:
         if better_in_float32(x, weight, linear.bias):
             ran("linear", "cpu float32")
             return in_float32(x, weight, linear.bias)
+        if self._tiles:
+            return self._in_tiles([linear], x)[0]
         if not self._laid_out:
             return linear(x)
         if weight.data_ptr() not in self._dense:
@@ -173,12 +177,24 @@ class DecoderForward:
     def _products(self, linears: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
         """The products of several linears with one input: [..., out_i], contiguous."""
         if x.dtype == torch.bfloat16 and x.numel() > self._apart * x.shape[-1]:
+            if self._tiles and all(_is_dense(linear, x) for linear in linears):
+                return self._in_tiles(linears, x)
             key = id(linears[0])
             if key not in self._joined:
                 self._joined[key] = joined(linears)
             if (together := self._joined[key]) is not None:
                 return together(x)
         return [self._product(linear, x) for linear in linears]
+
+    def _in_tiles(self, linears: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+        """The products of several dense linears with one input, of weights that are laid out in tiles."""
+        for weight in (linear.weight for linear in linears):
+            if weight.data_ptr() not in self._dense:
+                self._dense[weight.data_ptr()] = tiles.in_tiles(weight)
+        ran("linear", f"cpu {native.tiles()}")
+        laid_out = [self._dense[linear.weight.data_ptr()] for linear in linears]
+        products = tiles.products(x, laid_out, [len(linear.weight) for linear in linears])
+        return [y if linear.bias is None else y.add_(linear.bias) for y, linear in zip(products, linears, strict=True)]
 
     def _attention(
         self,
@@ -196,6 +212,11 @@ class DecoderForward:
         room.length.fill_(seen.slot + seen.tokens)
         q = q.unflatten(-1, (-1, block.channels)).transpose(1, 2)  # [batch, heads, tokens, channels]
         return seen.attend(block, q, room).flatten(-2)
+
+
+def _is_dense(linear: nn.Module, x: Tensor) -> bool:
+    """Is it a plain linear with a weight in x's dtype?"""
+    return type(linear) is nn.Linear and linear.weight.dtype == x.dtype
 
 
 def _no_lap(part: str) -> None:

@@ -30,9 +30,9 @@ def trellis_matmul(x: Tensor, w: Trellis, *, impl: str = "auto") -> Tensor:
     Args:
         x: [..., in]; float32, bfloat16 or float16; any strides; may be empty.
         w: [out, in] (`Trellis`).
-        impl: "reference" (decode and multiply; any device), "cpu" (C++: decodes in registers up to 16 tokens, and into
-            a float32 matrix beyond), "triton" (CUDA, or the interpreter: in registers up to 8 tokens) or "auto": "cpu"
-            or "triton" if available.
+        impl: "reference" (decode and multiply; any device), "cpu" (C++: decodes in registers up to 16 tokens; beyond,
+            into tiles for bfloat16 and a processor with AMX or AVX512-BF16, otherwise into a float32 matrix), "triton"
+            (CUDA, or the interpreter: in registers up to 8 tokens) or "auto": "cpu" or "triton" if available.
 
     Returns:
         [..., out] in x's dtype
@@ -43,7 +43,11 @@ def trellis_matmul(x: Tensor, w: Trellis, *, impl: str = "auto") -> Tensor:
     if x.dim() == 0 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"`x` {tuple(x.shape)} must end in in_features (={w.shape[1]})")
     use = _which(impl, x.device, x.dtype)
-    ran("trellis_matmul", f"cpu {native.isa(torch.float32)}" if use == "cpu" else use)
+    in_tiles = use == "cpu" and _in_tiles(x.dtype, x.numel() // max(x.shape[-1], 1))
+    ran(
+        "trellis_matmul",
+        f"cpu {native.walks_in_tiles() if in_tiles else native.isa(torch.float32)}" if use == "cpu" else use,
+    )
     return _op(x, w.codes, w.scale, w.bits, w.states, w.shape[0], use)
 
 
@@ -122,10 +126,17 @@ def _op(x: Tensor, codes: Tensor, scale: Tensor, bits: int, states: int, out_fea
     elif len(flat) <= FEW:
         y = torch.ops.workbench.trellis_multiply(flat.float().contiguous(), codes, bits, states, "auto")
         y = (y[:, :out_features] * scale).to(x.dtype)
+    elif _in_tiles(flat.dtype, len(flat)):
+        y = torch.ops.workbench.trellis_tiles(flat.contiguous(), codes, scale, bits, states, "auto")
     else:
         W = torch.ops.workbench.trellis_decode(codes, bits, states, "auto")[:, :out_features]
         y = linear(flat, W.mul_(scale).t().to(x.dtype))
     return y.reshape(*x.shape[:-1], out_features)
+
+
+def _in_tiles(dtype: torch.dtype, tokens: int) -> bool:
+    """Are there enough tokens for products in tiles, and does this machine have them?"""
+    return dtype == torch.bfloat16 and tokens > FEW and bool(native.walks_in_tiles())
 
 
 @_op.register_fake
@@ -141,6 +152,11 @@ def _(x, table, bits, window, isa):
 @native.shapes_of("trellis_decode")
 def _(codes, bits, states, isa):
     return codes.new_empty(codes.shape[1], codes.shape[0] * codes.shape[2] * 8 // bits, dtype=torch.float32)
+
+
+@native.shapes_of("trellis_tiles")
+def _(x, codes, scale, bits, states, isa):
+    return x.new_empty(*x.shape[:-1], scale.numel())
 
 
 @native.shapes_of("trellis_multiply")

@@ -8,7 +8,7 @@ from torch import nn
 from kernels import native
 from kernels.gram import gram, mirror_, symmetric
 from kernels.gram.cases import checks as gram_checks
-from kernels.linear import fast_linear, linear
+from kernels.linear import fast_linear, linear, tiles
 from kernels.linear.onednn import MANY, lays_out
 from kernels.linear.prepacked import PrepackedLinear, prepack
 from kernels.linear.rows import FEW, products
@@ -231,3 +231,37 @@ def test_products_of_few_tokens_with_rows(isa, dtype):
 def test_products_of_few_tokens_pass_opcheck():
     x, W = torch.randn(2, 40).bfloat16(), torch.randn(6, 40).bfloat16()
     torch.library.opcheck(torch.ops.workbench.half_matmul, (x, [W, W[:3].clone()], [None, None], "auto"))
+
+
+@pytest.mark.skipif(not native.tiles(), reason="this processor has no tiles")
+@pytest.mark.parametrize("isa", ["auto", "avx512 tiles"])
+@pytest.mark.parametrize(
+    "out, columns, tokens", [(576, 96, 70), (65, 33, 17), (32, 32, 16), (3, 5, 1), (100, 640, 1100)]
+)
+def test_products_of_weights_in_tiles(out, columns, tokens, isa):
+    """With tokens, rows and columns that fill no tile; several weights in one call."""
+    weights = [torch.randn(rows, columns).bfloat16() for rows in (out, 40)]
+    x = torch.randn(2, tokens, columns).bfloat16()
+    found = tiles.products(x, [tiles.in_tiles(w) for w in weights], [len(w) for w in weights], isa)
+    for y, w in zip(found, weights, strict=True):
+        expected = x.float() @ w.float().t()
+        assert y.shape == expected.shape and y.dtype == torch.bfloat16
+        assert (y.float() - expected).abs().max() < 0.006 * expected.abs().max()
+
+
+@pytest.mark.skipif(not native.tiles(), reason="this processor has no tiles")
+def test_weights_in_tiles_that_do_not_fit_are_refused():
+    w = tiles.in_tiles(torch.randn(40, 64).bfloat16())
+    assert w.shape == (2, 2, 2, 16, 32) and w.dtype == torch.int16
+    for x, laid_out, outs in (
+        (torch.randn(2, 96).bfloat16(), [w], [40]),
+        (torch.randn(2, 64), [w], [40]),
+        (torch.randn(2, 64).bfloat16(), [w], [70]),
+        (torch.randn(2, 64).bfloat16(), [w], [40, 40]),
+        (torch.randn(2, 64).bfloat16(), [w[:1]], [40]),
+    ):
+        with pytest.raises(RuntimeError, match="dense_tiles"):
+            tiles.products(x, laid_out, outs)
+    with pytest.raises(RuntimeError, match="`isa`"):
+        tiles.products(torch.randn(2, 64).bfloat16(), [w], [40], "neon")
+    assert tiles.products(torch.randn(0, 64).bfloat16(), [w], [40])[0].shape == (0, 40)

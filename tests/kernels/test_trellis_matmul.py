@@ -131,6 +131,30 @@ def test_products_of_every_instruction_set(bits, states):
                 assert torch.allclose(y, x @ W.t(), rtol=1e-4, atol=0.1), (isa, panels, tokens)
 
 
+@pytest.mark.skipif(
+    not native.walks_in_tiles(), reason="this processor has no tiles, or not the instructions for walks"
+)
+@pytest.mark.parametrize("bits", BITS)
+def test_products_in_tiles(bits):
+    """Walks that end inside a tile, odd numbers of panels and columns, and rows that are padding."""
+    for panels, columns, out, tokens in ((2, 1, 40, 17), (3, 33, 96, 20), (7, 64, 200, 40), (12, 50, 576, 33)):
+        walks = -(-out // (16 * panels))
+        codes = torch.randint(256, (walks, columns, 2 * bits * panels), dtype=torch.uint8)
+        w = Trellis(codes, torch.rand(out) + 0.5, bits, 12, (out, columns))
+        x = torch.randn(tokens, columns).bfloat16()
+        expected = x.float() @ decode(w).t()
+        with recording() as ran:
+            found = [trellis_matmul(x, w)]
+        assert ran["trellis_matmul"] == {f"cpu {native.walks_in_tiles()}"}
+        found.append(torch.ops.workbench.trellis_tiles(x, codes, w.scale, bits, 12, "avx512 tiles"))
+        for y in found:
+            assert (y.float() - expected).abs().max() < 0.01 * expected.abs().max()
+    with pytest.raises(RuntimeError, match="does not fit"):
+        torch.ops.workbench.trellis_tiles(x[:, 1:].contiguous(), codes, w.scale, bits, 12, "auto")
+    with pytest.raises(RuntimeError, match="do not fit"):
+        torch.ops.workbench.trellis_tiles(x, codes, torch.ones(4000), bits, 12, "auto")
+
+
 def test_the_op_survives_the_compiler_and_says_what_ran(backend):
     w = Trellis(torch.randint(256, (1, 24, 12), dtype=torch.uint8), torch.rand(40) / UNIT, 2, 12, (40, 24))
     x = torch.randn(3, 24)
