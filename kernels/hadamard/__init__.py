@@ -63,6 +63,24 @@ def hadamard_blocks(x: Tensor) -> Tensor:
     return hadamard(x.unflatten(-1, (-1, widest_block(x.shape[-1])))).view(x.shape)
 
 
+def turned(x: Tensor, signs: Tensor, gains: Tensor) -> Tensor:
+    """y = (x · signs) H / sqrt(m) · gains, with H in blocks of the widest divisor m of n that has a matrix.
+
+    Args:
+        x: [..., n]; signs, gains: [n].
+
+    Returns:
+        [..., n] in x's dtype; computed in float32 and rounded once.
+    """
+    n = x.shape[-1]
+    block, wants_gradient = widest_block(n), torch.is_grad_enabled() and x.requires_grad
+    if not torch.compiler.is_compiling() and not wants_gradient and x.numel() and cpu.in_rows(x, block):
+        ran("hadamard", "cpu")
+        y = cpu.turned_rows(x.reshape(-1, n), signs.float(), gains.float(), block, block**-0.5)
+        return y.view(x.shape)
+    return (hadamard_blocks(x.float() * signs) * gains).to(x.dtype)
+
+
 def hadamard_matrix(n: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None) -> Tensor:
     """H [n, n] of ±1, symmetric, H H = n I: Paley's matrix of order `base(n)`, doubled by Sylvester's rule.
 

@@ -4,7 +4,8 @@ them."""
 import pytest
 import torch
 
-from kernels.hadamard import hadamard, hadamard_matrix
+from kernels import native
+from kernels.hadamard import cpu, hadamard, hadamard_blocks, hadamard_matrix, turned, widest_block
 from kernels.hadamard.cases import checks, exact
 from kernels.hadamard.codes import hadamard_codes
 from kernels.hadamard.matrix import base, near
@@ -122,6 +123,47 @@ def test_is_its_own_inverse_and_keeps_lengths(n, impl):
     y = hadamard(x, impl=impl)
     assert torch.allclose(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-5)
     assert torch.allclose(hadamard(y, impl=impl), x, atol=1e-5)
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason="needs the C++ kernels")
+@pytest.mark.parametrize("n", [16, 48, 144, 192, 576, 1536, 2304, 5120])
+def test_rows_of_every_instruction_set(n):
+    """Factors shorter and longer than a vector, several blocks in a row, numbers of rows that four does not divide."""
+    block = widest_block(n, 640)
+    assert cpu.in_rows(torch.ones(1, n), block)
+    signs, gains = torch.randint(2, (n,)) * 2.0 - 1, torch.rand(n) + 0.5
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 8e-3)):
+        x = torch.randn(7, n).to(dtype)
+        blocks = (x.double() * signs).unflatten(-1, (-1, block))
+        expected = (blocks @ hadamard_matrix(block, dtype=torch.float64)).flatten(-2) * gains * 0.5
+        for isa in filter(native.runs, native.ISAS):
+            y = torch.ops.workbench.hadamard_rows(x, signs, cpu._padded(block), gains, 0.5, isa)
+            assert y.dtype == dtype and (y - expected).abs().max() < tolerance * expected.abs().max(), isa
+
+
+@pytest.mark.parametrize("n", [576, 40, 230])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_signs_and_gains_go_with_the_transform(n, dtype):
+    """In whole rows and in blocks; also where a gradient is wanted, and for rows that C++ does not take."""
+    x, signs, gains = torch.randn(2, 3, n).to(dtype), torch.randint(2, (n,)) * 2.0 - 1, torch.rand(n)
+    expected = (hadamard_blocks(x.float() * signs) * gains).to(dtype)
+    found = turned(x, signs, gains)
+    assert found.shape == x.shape and found.dtype == dtype
+    assert torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-2 if dtype != torch.float32 else 1e-5)
+    leaf = x.clone().requires_grad_()
+    turned(leaf, signs, gains).float().sum().backward()
+    assert leaf.grad is not None and turned(x[:0], signs, gains).shape == (0, 3, n)
+
+
+def test_rows_that_do_not_fit_are_refused():
+    if native.why_not():
+        pytest.skip("needs the C++ kernels")
+    op, x = torch.ops.workbench.hadamard_rows, torch.ones(2, 48)
+    factors = cpu._padded(48)
+    for bad in ((torch.ones(2, 40), None, factors, None), (x, torch.ones(40), factors, None), (x, None, cpu._padded(64), None),
+                (x.half(), None, factors, None), (x, None, [torch.ones(12, 12)], None)):  # fmt: skip
+        with pytest.raises(RuntimeError, match="hadamard_rows"):
+            op(*bad, 1.0, "auto")
 
 
 def test_many_rows_are_taken_in_parts():

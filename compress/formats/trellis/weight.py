@@ -7,8 +7,9 @@ from torch import Tensor
 
 from compress.formats.base import AsStored
 from compress.formats.stored import Stored
-from compress.formats.trellis.rotation import turn, turn_back
+from compress.formats.trellis.rotation import turn_back
 from compress.formats.trellis.trained import TrainedFactorsOfWalks
+from kernels.hadamard import turned
 from kernels.int_matmul import pack_bits, unpack_bits
 from kernels.trellis_matmul import Trellis, decode, length_for, trellis_matmul
 from kernels.trellis_matmul.layout import BITS, LONGEST, PANEL, STATES
@@ -74,8 +75,7 @@ class TrellisWeight(AsStored):
         return self._trellis(self.factors)
 
     def matmul(self, x: Tensor) -> Tensor:
-        rotated = turn(x.float(), self.flips) * self.gains
-        return trellis_matmul(rotated.to(x.dtype), self.packed)
+        return trellis_matmul(turned(x, self.flips, self.gains), self.packed)
 
     def lay_out(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return {"flips": self._signs(), "gains": self.column.float(), "factors": self.row.float()}
