@@ -19,6 +19,7 @@ namespace {
 
 constexpr int PANELS = 4;       // that one pass over the columns takes
 constexpr int TOKENS = 4;
+constexpr int AHEAD = 4096;     // bytes: the processor does not read columns far enough ahead by itself
 
 // Of two vectors, one after the other, every second number from the `at`th on.
 #define EVERY_OTHER(a, b, at)                                                                                        \
