@@ -10,7 +10,7 @@ _OWN = (  # at each number of bits those that lose least in their bytes
     "rtn(bits={5,6}, group_size=32, scale_dtype=int6, scale=search, where=embedding)"
 )
 _TYPES = f"gptq({_TABLE}, scale_dtype=float16); gptq(bits={{5,8}}, group_size=32, scale_dtype=float16); "
-STANDARD = {  # by the format in which the model is saved; trellis: `workbench` with codes that decode slowly
+STANDARD = {  # by the format in which the model is saved; trellis: `workbench` with codes that decode more slowly
     "workbench": _OWN,
     "trellis": f"qtip(bits={{2,3,4}}, states=12); {_OWN}",
     "gguf": (

@@ -228,7 +228,9 @@ class Prediction:
                 said.append(f"Limited by {why}: {_listed(parts)}, {_ms(taken)} ({_share(taken / after.seconds)}).")
         python = self.launches * self.launch
         count = f"The model's own code starts {self.launches:,} kernels, for which Python needs {_ms(python)}"
-        if python > after.seconds:
+        if python > after.seconds and self.tokens > 1:
+            said.append(f"{count}, more than the device: a longer prompt, or several at once, would use it better.")
+        elif python > after.seconds:
             slower = "Without a graph both models" if python > before.seconds else "Without a graph this model"
             said.append(
                 f"{count}, more than the device. {slower} would wait for Python; `accelerate(model)` replays decoding "
@@ -239,7 +241,7 @@ class Prediction:
         return said
 
 
-_BOUNDS = {"arithmetic": "arithmetic, so that fewer bytes do not help", "launches": "the number of kernels"}
+_BOUNDS = {"arithmetic": "arithmetic in 16 bits, which fewer bytes do not shorten", "launches": "the number of kernels"}
 
 
 def _positive(*numbers: float | None) -> bool:

@@ -26,7 +26,8 @@ from kernels.harness.roofline import Ceilings
 from kernels.support.deploy import deployed
 
 # Seconds of Python for each kernel that a model's own code starts, and of the shortest kernels in a graph, on the
-# machine of the first H100 in reports/published/gpu.md: 36 tokens/s of 1,650 kernels each, and 2.3 us for a norm.
+# machine of the first H100 in reports/published/gpu.md: 36 tokens/s of a model of which `_launches` counts 1,653, and
+# 2.3 us for a norm.
 LAUNCH, SHORTEST = 17e-6, 2.3e-6
 
 
@@ -178,7 +179,7 @@ def _predicted_parts(
     seen = [i + 1 for i in range(tokens)] or [context] * batch
     for layer in cache:
         positions = [min(count, layer.window or count) for count in seen]
-        read = layer.bytes * (max(positions) if tokens else sum(positions))
+        read = layer.bytes * (tokens or sum(positions))
         for place, more in enumerate((read, 2.0 * layer.macs * sum(positions), 2)):  # one stores what is new
             found.setdefault(ATTENTION, [0.0, 0.0, 0])[place] += more
     rest = found.pop(BESIDE, None)

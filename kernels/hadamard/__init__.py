@@ -73,7 +73,8 @@ def turned(x: Tensor, signs: Tensor, gains: Tensor) -> Tensor:
         [..., n] in x's dtype; computed in float32 and rounded once.
     """
     n = x.shape[-1]
-    block, wants_gradient = widest_block(n), torch.is_grad_enabled() and x.requires_grad
+    block = widest_block(n)
+    wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (x, signs, gains))
     if not torch.compiler.is_compiling() and not wants_gradient and x.numel() and cpu.in_rows(x, block):
         ran("hadamard", "cpu")
         y = cpu.turned_rows(x.reshape(-1, n), signs.float(), gains.float(), block, block**-0.5)

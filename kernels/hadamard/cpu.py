@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.functional import pad
 
 from kernels import native
@@ -53,7 +54,8 @@ def turned_rows(x: Tensor, signs: Tensor | None, gains: Tensor | None, block: in
 @cache
 def _padded(n: int) -> list[Tensor]:
     """The factors of order n, the one of neighbouring numbers first, each with a vector of zeros or more behind it."""
-    return [pad(H, (0, 0, 0, -(-VECTOR // len(H)))) for H in reversed(factors(n))]
+    with unset_fake_temporarily():
+        return [pad(H, (0, 0, 0, -(-VECTOR // len(H)))) for H in reversed(factors(n))]
 
 
 @native.shapes_of("hadamard_rows")
@@ -69,4 +71,5 @@ def factors(n: int) -> tuple[Tensor, ...]:
     parts = 1 if bits <= WIDEST + 1 else -(-bits // WIDEST)
     widths = [bits // parts + (i < bits % parts) for i in range(parts)]
     matrices = [paley(m), *(sylvester(1 << width) for width in widths)]
-    return tuple(torch.from_numpy(H).float() for H in matrices if len(H) > 1)
+    with unset_fake_temporarily():  # they are kept
+        return tuple(torch.from_numpy(H).float() for H in matrices if len(H) > 1)

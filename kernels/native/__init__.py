@@ -128,9 +128,14 @@ def tiles() -> str:
     return torch.ops.workbench.tiles_isa() if why_not() is None else ""
 
 
-@cache
+@torch.compiler.assume_constant_result
 def walks_in_tiles() -> str:
     """The same as `tiles` for weights in walks through a trellis; AVX512-VBMI and AVX512-VNNI are needed as well."""
+    return _walks_in_tiles()
+
+
+@cache
+def _walks_in_tiles() -> str:
     return torch.ops.workbench.trellis_tiles_isa() if why_not() is None else ""
 
 

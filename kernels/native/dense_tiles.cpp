@@ -70,7 +70,8 @@ std::vector<at::Tensor> multiply(const at::Tensor& x, at::TensorList weights, at
   for (size_t i = 0; i < weights.size(); i++) {
     const int64_t strips = (outs[i] + STRIP - 1) / STRIP;
     TORCH_CHECK(outs[i] > 0 && weights[i].is_contiguous() && weights[i].scalar_type() == at::kShort && weights[i].dim() == 5 &&
-                    weights[i].numel() == strips * 2 * of_rows * TILE_BYTES / 2 && weights[i].size(2) == of_rows,
+                    weights[i].numel() == strips * 2 * of_rows * TILE_BYTES / 2 && weights[i].size(2) == of_rows &&
+                    reinterpret_cast<uintptr_t>(weights[i].const_data_ptr()) % 64 == 0,
                 "dense_tiles: a weight of ", weights[i].sizes(), " does not fit ", outs[i], " rows and ", in, " columns");
     sizes.back() = outs[i];
     results.push_back(at::empty(sizes, x.options()));

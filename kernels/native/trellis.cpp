@@ -201,10 +201,10 @@ INLINE Values take(const Taker& t, const uint8_t* p) {
 }  // namespace portable
 
 const Loops& loops_of(const std::string& isa) {
-  const std::string taken = isa == "auto" ? best_isa(true) : isa;
+  const std::string taken = isa == "auto" ? best_isa(false) : isa;
   TORCH_CHECK(runs(taken), "`isa` (='", taken, "') is not one of this machine's");
 #ifdef HAVE_X86
-  if (taken == "avx512bf16" && has_fields()) return avx512fields::loops;
+  if (has_fields() && (isa == "auto" || taken == "avx512bf16")) return avx512fields::loops;
   if (taken == "avx512" || taken == "avx512bf16") return avx512::loops;
   if (taken == "avx2") return avx2::loops;
 #endif

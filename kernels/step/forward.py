@@ -76,13 +76,14 @@ class DecoderForward:
         self._tiles = bool(self._laid_out) and decoder.dtype == torch.bfloat16 and native.tiles() == "amx"
         self.laps: Laps | None = None
         self._dense: dict[int, Tensor] = {}  # key: the weight's address
+        self._tiled: dict[int, Tensor] = {}  # the same, for more tokens
         self._joined: dict[int, Joined | None] = {}  # key: the first linear's id
         self._apart = max(native.FEW_ROUNDED, native.most_in_loops())  # tokens up to which linears are not joined
 
     @property
     def tensors(self) -> list[Tensor]:
         """The dense weights that are laid out."""
-        return list(self._dense.values())
+        return [*self._dense.values(), *self._tiled.values()]
 
     def __call__(
         self,
@@ -159,14 +160,14 @@ class DecoderForward:
         if not _is_dense(linear, x):
             return linear(x).contiguous()
         weight, tokens = linear.weight, x.numel() // x.shape[-1]
+        if tokens > self._apart and self._takes_tiles([linear], x):
+            return self._in_tiles([linear], x)[0]
         if rows_fit(weight, tokens) and faster_than_onednn(*weight.shape, tokens, weight.dtype):
             ran("linear", f"cpu {native.rows_isa(x.dtype, weight.shape[1])}")
             return products(x, [weight], [linear.bias])[0]
         if better_in_float32(x, weight, linear.bias):
             ran("linear", "cpu float32")
             return in_float32(x, weight, linear.bias)
-        if self._tiles:
-            return self._in_tiles([linear], x)[0]
         if not self._laid_out:
             return linear(x)
         if weight.data_ptr() not in self._dense:
@@ -177,7 +178,7 @@ class DecoderForward:
     def _products(self, linears: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
         """The products of several linears with one input: [..., out_i], contiguous."""
         if x.dtype == torch.bfloat16 and x.numel() > self._apart * x.shape[-1]:
-            if self._tiles and all(_is_dense(linear, x) for linear in linears):
+            if self._takes_tiles(linears, x):
                 return self._in_tiles(linears, x)
             key = id(linears[0])
             if key not in self._joined:
@@ -188,13 +189,16 @@ class DecoderForward:
 
     def _in_tiles(self, linears: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
         """The products of several dense linears with one input, of weights that are laid out in tiles."""
-        for weight in (linear.weight for linear in linears):
-            if weight.data_ptr() not in self._dense:
-                self._dense[weight.data_ptr()] = tiles.in_tiles(weight)
+        weights = [linear.weight for linear in linears]
+        for weight in weights:
+            if weight.data_ptr() not in self._tiled:
+                self._tiled[weight.data_ptr()] = tiles.in_tiles(weight)
         ran("linear", f"cpu {native.tiles()}")
-        laid_out = [self._dense[linear.weight.data_ptr()] for linear in linears]
-        products = tiles.products(x, laid_out, [len(linear.weight) for linear in linears])
-        return [y if linear.bias is None else y.add_(linear.bias) for y, linear in zip(products, linears, strict=True)]
+        return tiles.products(x, [self._tiled[weight.data_ptr()] for weight in weights], list(map(len, weights)))
+
+    def _takes_tiles(self, linears: Sequence[nn.Module], x: Tensor) -> bool:
+        """Are these dense linears without biases, which would be added to a rounded result?"""
+        return self._tiles and all(_is_dense(linear, x) and linear.bias is None for linear in linears)
 
     def _attention(
         self,

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from compress import apply, load_model
+from compress import apply, load_model, save_compressed
 from compress.linear import sharing_copy
 from eval.record.rows import typed
 from eval.record.speed import StepPart
@@ -211,6 +211,7 @@ def test_the_table_of_parts_is_printed(capsys):
         (["tiny", RECIPE, "--batch", "4"], "`--batch` (=4) is for predictions: give `--device` as well"),
         (["tiny", RECIPE, "--launch", "4"], "`--launch` (=4) is for predictions: give `--device` as well"),
         (["tiny", RECIPE, "--device", "h100"], "`--device` (='h100') is not known; did you mean"),
+        (["tiny", RECIPE, "--device", "here"], "`--device` (='here'): times are predicted for other devices"),
         (["tiny", RECIPE, "--device", "l4", "--rounds", "2"], "`--rounds` (=2) is for times that are measured"),
         (["tiny", RECIPE, "--device", "l4", "--prompt", "9", "--batch", "2"], "`--batch` (=2) is for decoding steps"),
         (["tiny", RECIPE, "--device", "l4", "--launch", "-1"], "`--launch` (=-1) must be microseconds"),
@@ -267,7 +268,7 @@ def test_what_is_said_of_another_device():
     said = " ".join(Prediction(steps, "gpu", 100, 5e-5).sentences("x"))
     assert "On gpu a token takes 4.00 ms at least, and 10.00 ms in 16 bits: 2.50 times as fast if nothing else" in said
     assert "Kept in 16 bits: lm_head, 2.00 ms (50 %)." in said
-    assert "Limited by arithmetic, so that fewer bytes do not help: lm_head, 2.00 ms (50 %)." in said
+    assert "Limited by arithmetic in 16 bits, which fewer bytes do not shorten: lm_head, 2.00 ms (50 %)." in said
     assert (
         "starts 100 kernels, for which Python needs 5.00 ms, more than the device. Without a graph this model" in said
     )
@@ -282,4 +283,12 @@ def test_the_table_of_another_device_is_printed(capsys):
     assert "mlp.down_proj" in said and "a step of 16 x 1 token behind 512 on h100-sxm: 3,350 GB/s" in said
     assert "times as fast if nothing else takes time." in said and "one CUDA graph" in said
     assert main(["explain", "tiny", RECIPE, "--device", "l4", "--prompt", "64"]) == 0
-    assert "a prompt of 64 tokens on l4" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "a prompt of 64 tokens on l4" in said and "CUDA graph" not in said
+
+
+def test_a_model_that_is_compressed_already_is_refused(tmp_path, capsys):
+    model, tokenizer = load_model("tiny")
+    save_compressed(apply(RECIPE, model), tmp_path / "small", tokenizer=tokenizer)
+    assert main(["explain", str(tmp_path / "small"), "rtn(bits=8, where=embedding)", "--device", "l4"]) == 2
+    assert "is compressed already" in capsys.readouterr().err

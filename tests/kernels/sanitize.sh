@@ -12,7 +12,7 @@ printf '#!/bin/sh\nexec g++ "$@" -O1 -g1 -fsanitize=address,undefined -fno-omit-
 chmod +x "$compiler"
 export WORKBENCH_CACHE="$folder" CXX="$compiler"
 "$python" -c 'from kernels.compiler import build; from pathlib import Path; build(Path("kernels/native"))'
-names="accelerate expert_matmul gram_and_linear int_matmul joined kv_decode lut_matmul page_list prompt_attention step"
+names="accelerate expert_matmul gram_and_linear hadamard int_matmul joined kv_decode lut_matmul page_list prompt_attention step"
 names="$names trellis_matmul w4a8_matmul w8a8_matmul"
 files=$(for name in $names; do echo "tests/kernels/test_$name.py"; done)
 # libstdc++ comes first, too, so that the sanitizer knows what throws. The first finding ends the process with a stack, which pytest

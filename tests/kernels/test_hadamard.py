@@ -151,8 +151,13 @@ def test_signs_and_gains_go_with_the_transform(n, dtype):
     assert found.shape == x.shape and found.dtype == dtype
     assert torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-2 if dtype != torch.float32 else 1e-5)
     leaf = x.clone().requires_grad_()
-    turned(leaf, signs, gains).float().sum().backward()
-    assert leaf.grad is not None and turned(x[:0], signs, gains).shape == (0, 3, n)
+    weights = torch.randn(n)
+    (turned(leaf, signs, gains).float() * weights).sum().backward()
+    gradient = hadamard_blocks((weights * gains)[None])[0] * signs
+    assert torch.allclose(leaf.grad[0, 0].float(), gradient, rtol=2e-2, atol=2e-2)
+    factors = gains.clone().requires_grad_()
+    turned(x, signs, factors).float().sum().backward()
+    assert factors.grad is not None and turned(x[:0], signs, gains).shape == (0, 3, n)
 
 
 def test_rows_that_do_not_fit_are_refused():

@@ -165,6 +165,14 @@ def test_the_op_survives_the_compiler_and_says_what_ran(backend):
     assert len(ran["trellis_matmul"]) == 1 and ran["trellis_matmul"].pop().startswith(IMPLS[-1])
 
 
+def test_products_of_many_tokens_survive_the_compiler(backend):
+    w = Trellis(torch.randint(256, (1, 24, 12), dtype=torch.uint8), torch.rand(40) / UNIT, 2, 12, (40, 24))
+    x = torch.randn(20, 24).bfloat16()
+    y = torch.compile(lambda x: trellis_matmul(x, w) + 1, fullgraph=True, backend=backend)(x)
+    expected = x.float() @ decode(w).t() + 1
+    assert (y.float() - expected).abs().max() < 0.02 * expected.abs().max()
+
+
 def test_walks_are_packed_and_found_again():
     symbols = torch.randint(8, (2, 5, 48), dtype=torch.uint8)
     w = Trellis(pack_symbols(symbols, 3), torch.ones(96), 3, 12, (96, 5))

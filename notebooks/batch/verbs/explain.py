@@ -88,14 +88,19 @@ def explain(options: argparse.Namespace) -> int:
 
 def _predict(options: argparse.Namespace) -> int:
     """Print the times of the parts on a device that is not at hand."""
+    from compress.embedding import stored_specs
     from eval.speed.cost import LAUNCH, predict_step
-    from eval.speed.devices import ceilings_of, check_device_name
+    from eval.speed.devices import HERE, ceilings_of, check_device_name
     from kernels.harness.model import SHAPES
     from notebooks.batch.status import aligned
     from notebooks.batch.verbs.loading import check_model
     from notebooks.study import costs
 
     check_device_name(options.device)
+    if options.device == HERE:
+        raise ValueError(
+            f"`--device` (={HERE!r}): times are predicted for other devices; leave it out to measure them here"
+        )
     if options.prompt and options.batch:
         raise ValueError(f"`--batch` (={options.batch}) is for decoding steps: leave it out beside `--prompt`")
     if options.rounds:
@@ -107,6 +112,11 @@ def _predict(options: argparse.Namespace) -> int:
     recipe = _recipe(options.recipe)
     costs.check_weights(options.recipe, recipe, "RECIPE")
     model = costs.outline(options.model)
+    if stored_specs(model):
+        raise ValueError(
+            f"`MODEL` (={options.model!r}) is compressed already, and is no model in 16 bits to compare with: give its "
+            "original"
+        )
     plain = costs.plain_weights(options.model, model)
     after = costs.stored_weights(recipe, model, plain)
     ceilings, how = ceilings_of(options.device)
@@ -125,7 +135,8 @@ def _predict(options: argparse.Namespace) -> int:
         f"a step of {options.batch or 1} x 1 token behind {options.context or CONTEXT:,}"
     )  # fmt: skip
     rate = f" and {peak / 1e12:,.3g} TFLOP/s in 16 bits" if (peak := ceilings.rates.get("bfloat16")) else ""
-    print(f"\n{what} on {options.device}: {ceilings.bandwidth / 1e9:,.0f} GB/s{rate} ({how})\n")
+    print(f"\n{what} on {options.device}: {ceilings.bandwidth / 1e9:,.0f} GB/s{rate} ({how})")
+    print("products of 8-bit activations can be twice as fast\n")
     print(*found.sentences(options.recipe), sep="\n")
     return 0
 
