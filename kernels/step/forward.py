@@ -75,14 +75,14 @@ class DecoderForward:
         # Products of AMX's tiles are faster than oneDNN's, which were not compared on processors without AMX.
         self._tiles = bool(self._laid_out) and decoder.dtype == torch.bfloat16 and native.tiles() == "amx"
         self.laps: Laps | None = None
-        self._dense: dict[int, Tensor] = {}  # key: the weight's address
-        self._tiled: dict[int, Tensor] = {}  # the same, for more tokens
+        self._dense: dict[int, Tensor] = {}  # laid out for oneDNN; key: the weight's address
+        self._tiled: dict[int, Tensor] = {}  # in tiles
         self._joined: dict[int, Joined | None] = {}  # key: the first linear's id
         self._apart = max(native.FEW_ROUNDED, native.most_in_loops())  # tokens up to which linears are not joined
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The dense weights that are laid out."""
+        """The dense weights that are laid out, each once."""
         return [*self._dense.values(), *self._tiled.values()]
 
     def __call__(
@@ -160,11 +160,11 @@ class DecoderForward:
         if not _is_dense(linear, x):
             return linear(x).contiguous()
         weight, tokens = linear.weight, x.numel() // x.shape[-1]
-        if tokens > self._apart and self._takes_tiles([linear], x):
-            return self._in_tiles([linear], x)[0]
         if rows_fit(weight, tokens) and faster_than_onednn(*weight.shape, tokens, weight.dtype):
             ran("linear", f"cpu {native.rows_isa(x.dtype, weight.shape[1])}")
             return products(x, [weight], [linear.bias])[0]
+        if self._takes_tiles([linear], x):
+            return self._in_tiles([linear], x)[0]
         if better_in_float32(x, weight, linear.bias):
             ran("linear", "cpu float32")
             return in_float32(x, weight, linear.bias)

@@ -35,8 +35,10 @@ CASES = [
     ("llama", "gptaq(bits=3, group_size=16), tune(steps=3)", {}),
     ("llama", "rtn(bits=3, group_size=16), distil(steps=3, minutes=5)", {}),
 ]
+LIMIT = 240  # seconds after which a process says where it waits, and ends
 SETUP = f"""
-import os, sys, torch
+import faulthandler, os, sys, torch
+faulthandler.dump_traceback_later({LIMIT}, exit=True)
 torch.set_num_threads(1)
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 from conftest import tiny_model

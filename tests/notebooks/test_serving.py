@@ -210,6 +210,19 @@ def test_fewer_sequences_are_decoded_if_they_take_more_than_the_memory(each, mod
     assert last.sequences == room * first.sequences // first.cache_bytes and not record.broken()
 
 
+def test_what_is_allocated_once_does_not_lower_the_number_of_sequences(model, texts, monkeypatch):
+    """As if the first pass left 20 MB in the memory of threads."""
+    once = [20_000_000]
+
+    def together(self, small, methods, count):
+        held = count * self.caches["half"].nbytes
+        return held + (once.pop() if once else 0), held, 1.0
+
+    monkeypatch.setattr(serving._Service, "_together", together)
+    record = made(model, texts).record
+    assert [one.sequences for one in record.rounds] == [record.found[record.kept].batch] and not record.broken()
+
+
 @pytest.fixture
 def same_peak(monkeypatch):
     """Whatever runs is measured to add 12,345,678 bytes."""
