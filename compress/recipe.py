@@ -68,9 +68,13 @@ def methods_of(recipe: Recipe, parameter: str = "recipe") -> list[Method]:
     )
 
 
-def parse_recipes(text: str, also: Iterable[type[Method]] = ()) -> dict[str, list[Method]]:
+def parse_recipes(text: str, also: Iterable[type[Method]] = (), parameter: str = "") -> dict[str, list[Method]]:
     """Several recipes, separated by semicolons, each with an optional name before a colon: "static:
     int8(activations='tensor'); gptq(bits={3, 4})". Values in braces give a recipe each.
+
+    Args:
+        also: as for `parse_variants`.
+        parameter: that gives the text, for errors; "": `recipe` for one recipe, `recipes` for all.
 
     Raises:
         ValueError: as in `parse_variants`; or two recipes have the same name.
@@ -79,11 +83,12 @@ def parse_recipes(text: str, also: Iterable[type[Method]] = ()) -> dict[str, lis
     for part in split_recipes(text):
         name, colon, rest = part.partition(":")
         named = bool(colon) and "(" not in name
-        for variant in parse_variants(rest if named else part, also=also)[1]:
+        for variant in parse_variants(rest if named else part, parameter or "recipe", also)[1]:
             label = ", ".join((name.strip(), *variant.values)) if named else variant.text
             if label in recipes:
                 raise ValueError(
-                    f"`recipes` (={text!r}) holds {label!r} twice; put a name before one, such as: another: {part}"
+                    f"`{parameter or 'recipes'}` (={text!r}) holds {label!r} twice; put a name before one, such as: "
+                    f"another: {part}"
                 )
             recipes[label] = variant.methods
     return recipes

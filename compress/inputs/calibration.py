@@ -32,8 +32,37 @@ class Batches(list[Tensor]):
 
     def beyond(self, count: int) -> "Batches":
         """The same batches, whose further windows are those after the first `count` ones."""
+        return self._with(self.left[count:])
+
+    def texts(self, tokens: int, count: int) -> tuple[list[Tensor], "Batches"]:
+        """At most `count` texts [1, tokens] of neighbouring windows that are not among the batches, spread over the
+        corpus; and the same batches, whose further windows are not in these texts.
+
+        Raises:
+            ValueError: no neighbouring windows are left that hold so many tokens.
+        """
+        ids, prefix, step = self.cut.args
+        windows = -(-(tokens - len(prefix)) // step)
+        runs, run = list[list[int]](), list[int]()
+        for number in sorted(self.left):
+            run = [*run, number] if run and number == run[-1] + 1 else [number]
+            if len(run) == windows:
+                runs.append(run)
+                run = []
+        if not runs:
+            raise ValueError(
+                f"`tokens` (={tokens}) are more than neighbouring windows hold that are not among the "
+                f"{self.identity['samples']} of the calibration: fewer `samples`, or another corpus"
+            )
+        chosen = runs[:: max(len(runs) // count, 1)][:count]
+        made = [_windows(ids[run[0] * step :], prefix, tokens - len(prefix), [0])[0] for run in chosen]
+        gone = {number for run in chosen for number in run}
+        return made, self._with([number for number in self.left if number not in gone])
+
+    def _with(self, left: list[int]) -> "Batches":
+        """The same batches with other further windows."""
         same = Batches(self)
-        same.identity, same.cut, same.left = self.identity, self.cut, self.left[count:]
+        same.identity, same.cut, same.left = self.identity, self.cut, left
         return same
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,5 @@
-"""fit: a model and limits of bytes, speed and divergence -> the best choice for every layer, made and measured."""
+"""fit: a model and limits of bytes, speed and divergence -> the best choice for every layer and for the cache, made and
+measured."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,10 +17,19 @@ from transformers import PreTrainedModel
 from compress.allocation.budget import bytes_beside
 from compress.allocation.predictions import divergence
 from compress.apply import apply
+from compress.inputs.calibration import Batches
 from compress.linear import sharing_copy
 from compress.plan import plan
 from compress.recover.distil import Distil
 from compress.result import Result
+from compress.search.caches import (
+    FULL,
+    PLACE,
+    SCORED,
+    CacheChoices,
+    Caches,
+    CacheTimer,
+)
 from compress.search.choices import search_method
 from compress.search.drops import dropping, kinds_of
 from compress.search.library import (
@@ -88,6 +98,8 @@ def fit(
     timer: Timer | None = None,
     minutes: float = 0.0,
     drops: str = "",
+    caches: CacheChoices | None = None,
+    cache_timer: CacheTimer | None = None,
     device: str | None = None,
     work_path: str | Path | None = None,
 ) -> Fit:
@@ -100,15 +112,21 @@ def fit(
     was measured, at most three times in all. The best model with one choice for all linears, and one for the embedding
     and the head, is made as well if it may be as good, and wins if it is better.
 
+    With `caches`, the cache of sequences of a given length counts among the bytes, and its method is chosen together
+    with those of the weights. Speeds of decoding are those behind this context, and the divergence is measured on the
+    tokens behind it, with the compressed weights and the chosen cache together.
+
     Args:
         model: a decoder of transformers; it is not changed.
-        batches: calibration tokens, as for `apply`.
+        batches: calibration tokens, as for `apply`; with `caches`, of `calibration`, which has further text.
         method: the choices, of `search_method`; None: a standard set.
         timer: times models that decode, in turns (`eval.speed.speed.timer`); needed if a speed is limited or
             optimised, and not used otherwise.
         minutes: if above 0, the best models that keep the limits, at most three, are made again and trained so long by
             `distil`, on other text than their divergence is measured on, and ranked again.
         drops: parts of blocks that may be left out, too: "attention", "mlp", "attention, mlp", or "" for none.
+        caches: of `cache_choices`; None: the cache is not counted.
+        cache_timer: times caches behind a context; needed with `caches` if a speed is limited or optimised.
         device, work_path: as for `apply`. Measured losses and times are kept in the user's cache folder.
 
     Raises:
@@ -119,15 +137,34 @@ def fit(
         raise ValueError("`timer` must be given for limits of speed (`min_decode`, `min_prefill`), or to optimise it")
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError("`fit` times models, and several processes would find different choices: run one process")
+    if wishes.timed and caches and cache_timer is None:
+        raise ValueError("`cache_timer` must be given for limits of speed with `caches`, or to optimise it")
     method = method or search_method()
     how: dict[str, Any] = {"device": device, "work_path": work_path}
     training, kinds = training_of(minutes), kinds_of(drops)
     check_library(model, batches, method, most=wishes.max_bytes, device=device, kinds=kinds)
     if training:
         plan([*dropping(kinds), method, training], model, batches, device=device)
+    texts = None
+    if caches:
+        caches.check(model, wishes.timed)
+        texts, batches = _texts_of(batches, caches)
     times = _times(model, method, wishes, timer, {"batches": batches, "kinds": kinds, "device": device})
+    if times and not kinds and not caches:  # which may make a model faster than any with one choice
+        _check_speeds(method, model, wishes, times)
+    held = Caches.measure(model, caches, texts, cache_timer if times else None) if caches and texts else None
     library = measure_library(model, batches, method, device=device, kinds=kinds)
-    return _Search(model, batches, wishes, library, times, timer, training, how).run()
+    return _Search(model, batches, wishes, library, times, timer, training, held, how).run()
+
+
+def _texts_of(batches: Sequence[Tensor], caches: CacheChoices) -> tuple[list[Tensor], Batches]:
+    """Texts of a context and some tokens behind it, and the batches without them."""
+    if not isinstance(batches, Batches):
+        raise ValueError("`batches` must come from `calibration` for a search with `caches`, which reads further text")
+    try:
+        return batches.texts(caches.context + SCORED, VERIFIED)
+    except ValueError as error:
+        raise ValueError(f"`context` (={caches.context}): {error}") from error
 
 
 def training_of(minutes: float) -> Distil | None:
@@ -145,7 +182,7 @@ def _times(
     """The times of all choices, before losses are measured, which takes longer; more: arguments of `measure_times`.
 
     Raises:
-        ValueError: a limit of speed for a model with experts, or one that no choices keep.
+        ValueError: a limit of speed for a model with experts.
     """
     if any(map(is_fused_experts, model.modules())):  # a step reads few of its experts, and time is not their share
         if wishes.timed:
@@ -156,9 +193,13 @@ def _times(
         return None
     if timer is None or not wishes.timed:
         return None
-    times = measure_times(method, model, timer, **more)
-    if more["kinds"] or not same_choices(method, model):  # a mixture may be faster than any model with one choice
-        return times
+    return measure_times(method, model, timer, **more)
+
+
+def _check_speeds(method: Mixed, model: PreTrainedModel, wishes: Wishes, times: Times) -> None:
+    """Raise ValueError if no choices for the weights keep a limit of speed."""
+    if not same_choices(method, model):  # a mixture may be faster than any model with one choice
+        return
     for name, place in (("min_decode", 0), ("min_prefill", 1)):
         wish = getattr(wishes, name)
         if wish is None:
@@ -171,7 +212,6 @@ def _times(
                 f"`{name}` (={rate:.0f} tokens/s) cannot be kept: the fastest choices reach about {fastest:.0f} "
                 f"tokens/s here, and the original {times.original[place]:.0f}"
             )
-    return times
 
 
 class _Search:
@@ -186,18 +226,21 @@ class _Search:
         times: Times | None,
         timer: Timer | None,
         training: Distil | None,
+        caches: Caches | None,
         how: Mapping[str, Any],
     ) -> None:
-        self.model, self.batches, self.wishes, self.library, self.times, self.timer, self.how = (
-            model, batches, wishes, library, times, timer, how,
+        self.model, self.batches, self.wishes, self.library, self.timer, self.how = (
+            model, batches, wishes, library, timer, how,
         )  # fmt: skip
-        self.training = training
-        self.program = LayersProgram(library.costs(times), library.tied)
+        self.training, self.caches = training, caches
+        self.times = caches.times(times) if caches else times
+        layers = library.costs(self.times) | ({PLACE: caches.costs} if caches else {})
+        self.program = LayersProgram(layers, library.tied)
         self.factor = 1.0  # measured divergence of a whole model / sum of its layers' losses
         self.slower = 1.0, 1.0  # measured time of a whole model / predicted time, of decoding and of prompts
         further = getattr(batches, "further", lambda count: [])(VERIFIED)
-        self.windows, self.held_out = further or list(batches[-VERIFIED:]), bool(further)
-        self.expected = self._logits(model)
+        self.windows, self.held_out = further or list(batches[-VERIFIED:]), bool(further or caches)
+        self.expected = self._logits(model, FULL)
         self.rounds: list[SearchRound] = []
         self.made: list[tuple[Result, dict[str, str]]] = []
 
@@ -209,7 +252,8 @@ class _Search:
             one = self._make(chosen)
             if self._keeps(one) and (number > 0 or self._tight(one)):
                 break
-        uniform = self.program.uniform(self._aim, self._limits(), self.library.kinds())
+        kinds = [*self.library.kinds(), [PLACE] if self.caches else []]
+        uniform = self.program.uniform(self._aim, self._limits(), kinds)
         if uniform and self._is_made(uniform):
             index = next(i for i, (_, before) in enumerate(self.made) if before == uniform)
             self.rounds[index] = replace(self.rounds[index], uniform=True)
@@ -241,12 +285,14 @@ class _Search:
     def _make(self, chosen: dict[str, str], *, uniform: bool = False) -> SearchRound:
         """Compress a copy of the model so, measure it, and correct the predictions by what it reached."""
         result = apply(self.library.recipe(chosen, self.model), sharing_copy(self.model), self.batches, **self.how)
-        kl = divergence(self.expected, self._logits(result.model))
+        kl = divergence(self.expected, self._logits(result.model, chosen.get(PLACE, FULL)))
         rates: tuple[float | None, float | None] = None, None
         costs, point = self.program.of(chosen), self._point(chosen)
         factor = self.factor
         if self.timer and self.times:
-            found = self.timer({ORIGINAL: self.model, "chosen": result.model})
+            found = dict(self.timer({ORIGINAL: self.model, "chosen": result.model}))
+            if self.caches and (behind := self.caches.speeds(self.model, result.model, chosen[PLACE])):
+                found = {name: (rate, found[name][1]) for name, rate in zip(found, behind, strict=True)}
             ratios = [after / before for before, after in zip(found[ORIGINAL], found["chosen"], strict=True)]
             if self.wishes.times:  # the limit is a ratio, and so is what was measured
                 rates = tuple(rate * ratio for rate, ratio in zip(self.times.original, ratios, strict=True))
@@ -257,7 +303,7 @@ class _Search:
                 self.slower = tuple(1 / ratio / time for ratio, time in zip(ratios, predicted, strict=True))
         if not uniform:
             self.factor = max(kl, TINY) / max(costs.loss, TINY)
-        self.rounds.append(SearchRound(point, factor, kl, bytes_beside(result.model, {}), *rates, uniform=uniform))
+        self.rounds.append(SearchRound(point, factor, kl, self._bytes(result, chosen), *rates, uniform=uniform))
         self.made.append((result, chosen))
         return self.rounds[-1]
 
@@ -267,9 +313,14 @@ class _Search:
         text = self.batches.beyond(len(self.windows)) if hasattr(self.batches, "beyond") else self.batches
         recipe = [*self.library.recipe(chosen, self.model), training]
         result = apply(recipe, sharing_copy(self.model), text, **self.how)
-        kl, size = divergence(self.expected, self._logits(result.model)), bytes_beside(result.model, {})
+        kl = divergence(self.expected, self._logits(result.model, chosen.get(PLACE, FULL)))
+        size = self._bytes(result, chosen)
         self.rounds.append(replace(before, divergence=kl, bytes=size, minutes=training.minutes))
         self.made.append((result, chosen))
+
+    def _bytes(self, result: Result, chosen: Mapping[str, str]) -> int:
+        """The bytes of a model that was made, and of its cache."""
+        return bytes_beside(result.model, {}) + (round(self.caches.costs[chosen[PLACE]].bytes) if self.caches else 0)
 
     def _excess(self, one: SearchRound) -> dict[str, float]:
         """How far a model is beyond each limit that predictions can miss, as a logarithm; below 0: it is within."""
@@ -328,11 +379,12 @@ class _Search:
             held_out=self.held_out,
             layers=len(self.library.layers),
             used=_counts(self.library, chosen),
-            uniform=None if uniform is None else ", ".join(dict.fromkeys(uniform.values())),
+            uniform=None if uniform is None else _in_words(uniform),
             uniform_point=None if uniform is None else self._point(uniform),
-            picked=tuple(self.library.picked(name, text) for name, text in chosen.items()),
+            picked=tuple(self.library.picked(name, text) for name, text in chosen.items() if name != PLACE),
+            caches=self.caches.record(chosen[PLACE]) if self.caches else None,
         )
-        return result, record
+        return self.caches.attach(result, chosen[PLACE]) if self.caches else result, record
 
     def _ratios(self, phase: str) -> dict[str, float]:
         """How many times as fast as the original a model is in which all layers have a choice."""
@@ -396,15 +448,26 @@ class _Search:
         return f"no choices keep all limits: {'; '.join(said)}"
 
     @torch.no_grad()
-    def _logits(self, model: PreTrainedModel) -> list[Tensor]:
+    def _logits(self, model: PreTrainedModel, cache: str) -> list[Tensor]:
+        """The predictions that are compared; cache: the name of its choice."""
+        if self.caches:
+            return self.caches.logits(model, cache)
         device = device_of(model)
         with evaluating(model):
             return [model(window.to(device), use_cache=False).logits.cpu() for window in self.windows]
+
+
+def _in_words(uniform: Mapping[str, str]) -> str:
+    """The choices of a model with one for all layers of a kind."""
+    named = (f"cache: {text}" if name == PLACE else text for name, text in uniform.items())
+    return ", ".join(dict.fromkeys(named))
 
 
 def _counts(library: Library, chosen: Mapping[str, str]) -> dict[str, int]:
     """By choice, the number of linears that have it."""
     counts = dict.fromkeys(library.texts, 0)
     for name, text in chosen.items():
+        if name == PLACE:
+            continue
         counts[text] += len(library.layers[name].members)
     return counts

@@ -129,7 +129,9 @@ class Mixed(LayerwiseMethod):
             for variant in variants_of(part, storing, f"choices` of `{self.name}")[1]
         ]
         for methods in made:
-            if len(methods) > 1 or isinstance(methods[0], Mixed | FoldingMethod) or methods[0].own_passes():
+            first = methods[0]
+            no_storing = isinstance(first, Mixed | FoldingMethod) or first.adds or first.stores((4096, 4096)) is None
+            if len(methods) > 1 or no_storing or first.own_passes():
                 raise ValueError(
                     f"`choices` (={self.choices!r}) of {self.name}: each must be one method that stores a weight by "
                     f"itself, and {', '.join(map(str, methods))} is not; semicolons separate choices"

@@ -7,8 +7,8 @@ CLOSE = 0.02  # share by which the measured divergence may exceed its limit
 
 @dataclass(frozen=True)
 class SearchPoint:
-    """A whole model, as predicted. bytes: stored. loss: nats per token. decode, prefill: tokens per second, None if
-    nothing was timed."""
+    """A whole model, as predicted. bytes: stored, and of the cache if there are choices for it. loss: nats per token.
+    decode, prefill: tokens per second, None if nothing was timed."""
 
     bytes: int
     loss: float
@@ -22,7 +22,8 @@ class SearchRound:
 
     Attributes:
         point: as predicted. factor: what the sum of the layers' losses was multiplied by.
-        divergence: measured on whole windows, nats per token. bytes: of the model that was made, stored.
+        divergence: measured on whole windows, or behind contexts if there are choices for the cache, nats per token.
+        bytes: of the model that was made, stored, and of its cache.
         decode, prefill: tokens per second as predicted, times what the model reached as a multiple of the prediction,
             both relative to the original in the same turns; None: it was not timed.
         uniform: is it the model with one choice for all linears in blocks, and one for the embedding and the head?
@@ -53,6 +54,42 @@ class SearchLayer:
 
 
 @dataclass(frozen=True)
+class SearchCaches:
+    """The caches among which the search chose.
+
+    Attributes:
+        context: tokens of every sequence. batch: number of sequences. scored: tokens behind each context on which
+            predictions were compared. texts: number of contexts.
+        chosen: the name of the cache of the model that was kept.
+        recipes, bytes, loss, decode_ratio: by name; of all sequences, with the original weights, and relative to the
+            full cache. decode_ratio is empty if nothing was timed.
+    """
+
+    context: int
+    batch: int
+    scored: int
+    texts: int
+    chosen: str
+    recipes: dict[str, str]
+    bytes: dict[str, float]
+    loss: dict[str, float]
+    decode_ratio: dict[str, float] = field(default_factory=dict)
+
+    def sentence(self) -> str:
+        """What was chosen, for readers."""
+        several = (
+            f"{self.batch} sequences of {self.context:,} tokens each"
+            if self.batch > 1
+            else (f"a sequence of {self.context:,} tokens")
+        )
+        said = f"The cache of {several} is kept as: {self.chosen}, in {self.bytes[self.chosen] / 1e6:.1f} MB, which the"
+        return (
+            f"{said} sizes here count. By itself it loses {self.loss[self.chosen]:.4f} nats per token; the divergence "
+            f"is that of {self.scored} tokens behind each of {self.texts} contexts."
+        )
+
+
+@dataclass(frozen=True)
 class SearchRecord:
     """What was asked, predicted and measured.
 
@@ -70,6 +107,7 @@ class SearchRecord:
         uniform: the best recipe within the limits with one choice for all linears in blocks, and one for the embedding
             and the head; None: none keeps the limits, or an earlier version made the record.
         uniform_point: the model of this recipe.
+        caches: the choices for the cache; None: there were none.
     """
 
     max_bytes: float | None
@@ -91,6 +129,7 @@ class SearchRecord:
     uniform: str | None = None
     uniform_point: SearchPoint | None = None
     picked: tuple[SearchLayer, ...] = ()
+    caches: SearchCaches | None = None
 
     def broken(self) -> list[str]:
         """The limits that the model that was kept does not keep, in sentences."""
@@ -101,7 +140,7 @@ class SearchRecord:
                 f"with {kept.divergence:.4f} nats per token."
             )
         if self.max_bytes and kept.bytes and kept.bytes > self.max_bytes:
-            said.append(f"The limit of bytes is not kept: the model takes {kept.bytes / 1e6:.2f} MB.")
+            said.append(f"The limit of bytes is not kept: the model takes {kept.bytes / 1e6:.2f} MB{self._with_cache}.")
         for what, wish, rate in (
             ("decoding", self.min_decode, kept.decode),
             ("prompts", self.min_prefill, kept.prefill),
@@ -109,6 +148,11 @@ class SearchRecord:
             if wish and rate and rate < wish / (1 + CLOSE):
                 said.append(f"The limit of the speed of {what} is not kept: the model reaches {rate:.0f} tokens/s.")
         return said
+
+    @property
+    def _with_cache(self) -> str:
+        """What sizes count beside the stored model, for sentences."""
+        return " with its cache" if self.caches else ""
 
     def beside_uniform(self) -> str:
         """What the best recipe with one choice for all linears gives, in a sentence; "" if it is not known."""
@@ -143,7 +187,7 @@ class SearchRecord:
     def sentences(self) -> list[str]:
         """What was asked, found and measured, for readers."""
         limits = [
-            f"at most {self.max_bytes / 1e6:.1f} MB" if self.max_bytes else "",
+            f"at most {self.max_bytes / 1e6:.1f} MB{self._with_cache}" if self.max_bytes else "",
             f"decoding at {self.min_decode:.0f} tokens/s or more" if self.min_decode else "",
             f"prompts at {self.min_prefill:.0f} tokens/s or more" if self.min_prefill else "",
             f"a divergence of at most {self.max_kl:g} nats per token" if self.max_kl else "",
@@ -157,6 +201,8 @@ class SearchRecord:
         ]
         predicted = ", ".join([f"{kept.point.bytes / 1e6:.1f} MB", *speeds])
         mix = ", ".join(f"{count} × {text}" for text, count in self.used.items() if count)
+        if self.caches:
+            mix = f"{mix}. {self.caches.sentence().rstrip('.')}"
         windows = "windows that are not the calibration's" if self.held_out else "windows of the calibration itself"
         count = sum(not one.minutes for one in self.rounds)
         made = "One model was" if count == 1 else f"{count} models were"

@@ -21,6 +21,7 @@ from compress.kv.timed import FilledCache, check_timed, check_timed_model
 from compress.method import Method, settle
 from compress.plan import check_recipe
 from compress.recipe import parse_recipe, parse_recipes
+from compress.search.caches import CacheTimer
 from compress.walk.identity import code_sha256, tokens_sha256, weights_sha256
 from eval.contexts.answers import LongContextScores
 from eval.contexts.haystack import NOISE, ContextSample, samples
@@ -33,6 +34,7 @@ from eval.record.reading import read_json
 from eval.record.speed import CacheSpeed
 from eval.speed.cache_speed import FULL, measure_cache_speed
 from kernels.support.deploy import deployed
+from kernels.support.errors import check_positive
 from notebooks.study.strengths import recipes_at
 
 MAIN = "compressed"
@@ -237,15 +239,39 @@ def _digest(about: Sequence[Any]) -> str:
 def time_caches(
     model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int], *, new_tokens: int, rounds: int
 ) -> CacheSpeed | None:
-    """`eval.speed.cache_speed.measure_cache_speed` of the timed recipes, on a 16-bit copy; None without contexts."""
+    """The speeds of the timed recipes; None without contexts."""
     if not contexts:
         return None
+    timed = {name: recipes.recipes[name] for name in recipes.timed}
+    return _in_turns(model, timed, contexts, new_tokens=new_tokens, rounds=rounds)
+
+
+def cache_timer(rounds: int, new_tokens: int = 8) -> CacheTimer:
+    """For `compress.fit`: tokens per second of decoding one sequence behind a context, by cache.
+
+    Raises:
+        ValueError: the number of rounds is below 1.
+    """
+    check_positive(search_rounds=rounds)
+
+    def rates(model: nn.Module, caches: Mapping[str, Sequence[Method]], context: int) -> dict[str, float]:
+        others = {name: methods for name, methods in caches.items() if name != FULL}
+        found = _in_turns(model, others, [context], new_tokens=new_tokens, rounds=rounds).tokens_per_s
+        return {name: found[name][context][0] for name in caches}
+
+    return rates
+
+
+def _in_turns(
+    model: nn.Module, recipes: Mapping[str, Sequence[Method]], contexts: Sequence[int], *, new_tokens: int, rounds: int
+) -> CacheSpeed:
+    """`eval.speed.cache_speed.measure_cache_speed` of these recipes and the full cache, on a 16-bit copy."""
     copy, capacity = deployed(model), max(contexts)
 
     def make(methods: Sequence[Method]) -> Callable[[], FilledCache]:
         return lambda: FilledCache(copy, capacity, *parts(methods))
 
-    variants = {FULL: make([]), **{name: make(recipes.recipes[name]) for name in recipes.timed}}
+    variants = {FULL: make([]), **{name: make(methods) for name, methods in recipes.items()}}
     with attached(copy):
         return measure_cache_speed(copy, variants, contexts, new_tokens=new_tokens, rounds=rounds)
 

@@ -22,7 +22,7 @@ from compress.linear import replace as replace_linear
 from compress.linear import sharing_copy
 from compress.method import Method, settle
 from compress.plan import check_recipe
-from compress.recipe import parse_recipe, parse_recipes
+from compress.recipe import parse_recipe
 from compress.walk.blocks import targets
 from compress.walk.experts import split_experts
 from eval.record.serving import Combination
@@ -38,10 +38,6 @@ WEIGHTS = (
     "8 bits: gptq(bits=8); 4 bits: gptq(bits=4); "
     "4 bits, table: gptq(bits=4, group_size=32, grid=iq4_nl, scale_dtype=int6), "
     "rtn(bits=8, group_size=32, scale=search, where=embedding)"
-)
-CACHES = (
-    "float8: kv_fp8; 8 bits: kv_int(bits=8); 4 bits: kv_int(bits=4, rotate_keys=True); "
-    "4 bits of half: kvzip(budget=0.5, piece=256), kv_int(bits=4, rotate_keys=True)"  # short pieces need little room
 )
 
 
@@ -101,17 +97,6 @@ def plain_weights(name: str, model: nn.Module, parameter: str = "MODEL") -> Weig
             f"caches is not known ({kind_and_first_line(error)}); the notebook `recipe` predicts the cost of loaded "
             "models"
         ) from error
-
-
-def recipes_of(text: str, parameter: str) -> dict[str, list[Method]]:
-    """`parse_recipes`, with the parameter's own name in its errors."""
-    try:
-        return parse_recipes(text)
-    except ValueError as error:
-        said = str(error)
-        for name in ("recipe", "recipes"):
-            said = said.replace(f"`{name}` (=", f"`{parameter}` (=")
-        raise ValueError(said) from error
 
 
 def check_weights(name: str, methods: Sequence[Method], parameter: str, cache_parameter: str = "--cache") -> None:

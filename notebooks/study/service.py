@@ -14,6 +14,8 @@ from compress.inputs.calibration import beginning
 from compress.linear import sharing_copy
 from compress.memory import bytes_of
 from compress.method import Method
+from compress.recipe import parse_recipes
+from compress.search.caches import STANDARD, STANDARD_CACHES
 from eval.machine.size import positions
 from eval.record.serving import AIMS, Combination, largest
 from eval.speed.devices import ceilings_of, check_device_name
@@ -22,8 +24,6 @@ from eval.text.windows import windows
 from kernels.harness.roofline import Ceilings
 from kernels.support.errors import check_positive
 from notebooks.study import costs
-
-STANDARD = "standard"
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ def service_of(
     found = []
     for name, text, standard, check in (
         ("weights", weights, costs.WEIGHTS, partial(costs.check_weights, cache_parameter="caches")),
-        ("caches", caches, costs.CACHES, costs.check_cache),
+        ("caches", caches, STANDARD_CACHES, costs.check_cache),
     ):
         text = standard if text.strip() == STANDARD else text
-        found.append(recipes := costs.recipes_of(text, name) if text.strip() else {})
+        found.append(recipes := parse_recipes(text, parameter=name) if text.strip() else {})
         for label, methods in recipes.items():
             if label == costs.PLAIN:
                 raise ValueError(f"`{name}` (={text!r}): {label!r} is what the original is called; name it differently")

@@ -3,8 +3,7 @@ made, and decoded."""
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from operator import itemgetter
@@ -21,6 +20,7 @@ from compress.kv import CacheBatch, CompressedCache, attach, attached
 from compress.kv.attach import Attachment
 from compress.linear import sharing_copy
 from compress.method import Method
+from compress.search.caches import in_16_bits, logits_behind, read_prompt
 from compress.walk.blocks import kept_weights
 from compress.walk.identity import model_identity
 from eval.evaluate import Scores
@@ -34,8 +34,7 @@ from eval.speed.work import Work, work
 from eval.text.names import text_name
 from eval.text.windows import mean_and_stderr
 from kernels.clock import clock
-from kernels.linear import fast_linear
-from kernels.support.deploy import cast, deployed
+from kernels.support.deploy import deployed
 from kernels.support.errors import check_positive
 from kernels.support.modes import evaluating
 from notebooks.study import costs
@@ -131,7 +130,7 @@ class _Service:
         self.model, self.texts, self.asked, self.shapes, self.results, self.new_tokens = (
             model, texts, asked, shapes, results, new_tokens,
         )  # fmt: skip
-        self.expected = self._logits(model, [])
+        self.expected = logits_behind(model, [], self.texts, self.asked.context)
         self.works = {name: self._weights(self._model(name)) for name in (costs.PLAIN, *asked.weights)}
         self.alone = self._measure_alone()
         self.caches = self._measure_caches()
@@ -188,33 +187,12 @@ class _Service:
         small = deployed(model)
         return work(small, cache=plain), size(small).resident_bytes
 
-    def _logits(self, model: PreTrainedModel, methods: Sequence[Method]) -> list[Tensor]:
-        """Of every text, logits [1, scored, vocabulary] behind the context, which is kept by these methods."""
-        context, texts = self.asked.context, [text.to(model.device) for text in self.texts]
-        with evaluating(model), fast_linear():
-            if not methods:
-                scored = texts[0].shape[1] - context
-                return [model(text, use_cache=False, logits_to_keep=scored).logits.cpu() for text in texts]
-            with attached(model, methods) as attachment:
-                caches = (self._read(model, attachment.cache(), text[:, :context])[0] for text in texts)
-                return [
-                    model(text[:, context:], past_key_values=cache, use_cache=True).logits.cpu()
-                    for text, cache in zip(texts, caches, strict=True)
-                ]
-
     def _loss(self, model: PreTrainedModel, methods: Sequence[Method]) -> Loss:
         """The divergence behind the context, nats per token, and its standard error over texts."""
-        pairs = zip(self.expected, self._logits(model, methods), strict=True)
+        pairs = zip(self.expected, logits_behind(model, methods, self.texts, self.asked.context), strict=True)
         scored = [wanted.shape[1] for wanted in self.expected]
         sums = [divergence([wanted], [found]) * count for (wanted, found), count in zip(pairs, scored, strict=True)]
         return mean_and_stderr(sums, scored)
-
-    @staticmethod
-    def _read(model: PreTrainedModel, cache: CompressedCache, prompt: Tensor) -> tuple[CompressedCache, Tensor]:
-        """Read a prompt [1, n], after which nothing is evicted any more; with the most likely next token [1, 1]."""
-        logits = model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        cache.paused = True
-        return cache, logits[:, -1:].argmax(-1)
 
     def _measure_alone(self) -> dict[tuple[str, str], Loss]:
         """The losses of combinations of which one part, or both, are in 16 bits."""
@@ -224,24 +202,16 @@ class _Service:
 
     def _measure_caches(self) -> dict[str, CacheMeasure]:
         names, found = (costs.PLAIN, *self.asked.caches), dict[str, CacheMeasure]()
-        with self._deployed(costs.PLAIN) as small:
+        with in_16_bits(self.model) as small:
             for name in tqdm(names, desc="caches", unit="cache"):
                 with attached(small, self._methods(name)) as attachment:
-                    self._read(small, attachment.cache(), self.texts[0][:, :WARM].to(small.device))
+                    read_prompt(small, attachment.cache(), self.texts[0][:, :WARM].to(small.device))
                     with peak_above_start(small.device) as peak:
                         prompt = self.texts[0][:, : self.asked.context].to(small.device)
-                        cache, token = self._read(small, attachment.cache(), prompt)
+                        cache, token = read_prompt(small, attachment.cache(), prompt)
                         small(token, past_key_values=cache, use_cache=True)
                     found[name] = CacheMeasure(cache.nbytes, max(peak.bytes - cache.nbytes, 0))
         return found
-
-    @contextmanager
-    def _deployed(self, weights: str) -> Iterator[PreTrainedModel]:
-        """A 16-bit copy of a model for caches of any methods. Whether they can be attached is checked before the model
-        is cast: in 16 bits, rounding alone may differ by more than the check allows."""
-        copied = sharing_copy(self._model(weights))
-        with attached(copied):
-            yield cast(copied, torch.bfloat16).eval()
 
     # What is chosen.
 
@@ -314,7 +284,7 @@ class _Service:
     def _decode(self, chosen: Combination) -> list[ServingRound]:
         """Decode as many sequences as predicted, or fewer if these take more than the memory."""
         count, rounds = chosen.batch, list[ServingRound]()
-        with self._deployed(chosen.weights) as small:
+        with in_16_bits(self._model(chosen.weights)) as small:
             resident, methods = size(small).resident_bytes, self._methods(chosen.cache)
             while True:
                 found = self._together(small, methods, count)
@@ -332,7 +302,7 @@ class _Service:
         tokens per second of all sequences."""
         device = model.device
         with attached(model, methods) as attachment, evaluating(model):
-            self._read(model, attachment.cache(), self.texts[0][:, :WARM].to(device))
+            read_prompt(model, attachment.cache(), self.texts[0][:, :WARM].to(device))
             with peak_above_start(device) as peak:
                 read = self._read_prompts(model, attachment, count)
                 caches, token = CacheBatch([cache for cache, _ in read]), torch.cat([token for _, token in read])
@@ -353,10 +323,10 @@ class _Service:
         *others, last = [text[:, : self.asked.context].to(model.device) for text in self.texts[:count]]
         others = others or [last]
         progress = tqdm(others, desc="prompts", unit="prompt")
-        read = [self._read(model, attachment.cache(), prompt) for prompt in progress]
+        read = [read_prompt(model, attachment.cache(), prompt) for prompt in progress]
         while len(read) < count - 1:
             read.append(copy.deepcopy(read[len(read) % len(others)]))
-        return [*read, self._read(model, attachment.cache(), last)] if count > 1 else read
+        return [*read, read_prompt(model, attachment.cache(), last)] if count > 1 else read
 
     def _result(self, chosen: Combination) -> Result:
         """The chosen model as the result of one recipe, with its cache attached."""

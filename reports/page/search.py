@@ -7,7 +7,7 @@ from typing import Any
 from eval.record.metrics import number, percent
 from eval.record.reading import is_complete
 from eval.record.rows import RunRecord, typed
-from eval.record.search import CLOSE, SearchLayer, SearchRecord
+from eval.record.search import CLOSE, SearchCaches, SearchLayer, SearchRecord
 from reports.page.allocation import bits_by_depth
 from reports.parts import plots
 from reports.parts.figures import Figures
@@ -48,6 +48,11 @@ def context(run: RunRecord) -> dict[str, Any]:
         "said": [clean(sentence, 4000) for sentence in made.sentences()],
         "wishes": _wishes(run, made),
         "choices": [_choice(made, text) for text in made.choices],
+        "caches": _caches(made.caches) if made.caches else [],
+        "sequences": "one sequence"
+        if made.caches and made.caches.batch == 1
+        else (f"{made.caches.batch:,} sequences" if made.caches else ""),
+        "context": made.caches.context if made.caches else 0,
         "timed": made.original is not None,
         "timed_earlier": made.timed_earlier,
         "front": _front(made),
@@ -61,8 +66,19 @@ def context(run: RunRecord) -> dict[str, Any]:
 
 
 def _wishes(run: RunRecord, made: SearchRecord) -> list[WishRow]:
-    point, score = made.rounds[made.kept].point, run.score
-    rows = [as_row("stored, MB", made.max_bytes, point.bytes, score("compressed", "stored_bytes"), megabytes)]
+    kept, score = made.rounds[made.kept], run.score
+    point = kept.point
+    name = "stored, MB" if made.caches is None else "stored, with the cache, MB"
+    size = score("compressed", "stored_bytes") if made.caches is None else kept.bytes
+    rows = [as_row(name, made.max_bytes, point.bytes, size, megabytes)]
+    if made.caches:
+        behind = f"divergence behind {made.caches.context:,} tokens, nats per token"
+        rows.append(as_row(behind, made.max_kl, point.loss, kept.divergence, number, close=CLOSE))
+        if made.original and point.decode and kept.decode:
+            decoding = f"decoding behind {made.caches.context:,} tokens, tokens/s"
+            about = {"most": False, "close": CLOSE}
+            rows.append(as_row(decoding, made.min_decode, point.decode, kept.decode, whole, **about))
+        return rows
     for corpus in run.corpora:
         got = score("compressed", f"kl_{corpus}")
         rows.append(
@@ -127,6 +143,21 @@ def _choice(made: SearchRecord, text: str) -> tuple[str, int, str, str]:
     """A choice, the number of linears that have it, and the speeds of a model in which all have it."""
     ratios = [one.get(text) for one in (made.decode_ratio, made.prefill_ratio)]
     return clean(text, 120), made.used.get(text, 0), *("" if one is None else _times(one) for one in ratios)
+
+
+def _caches(made: SearchCaches) -> list[tuple[str, str, str, str, str, str]]:
+    """The choices of the cache: recipe, megabytes, loss, speed beside the full cache, and which was chosen."""
+    return [
+        (
+            clean(name, 60),
+            clean(recipe, 120),
+            megabytes(made.bytes[name]) if name in made.bytes else "",
+            number(made.loss[name]) if name in made.loss else "",
+            _times(made.decode_ratio[name]) if name in made.decode_ratio else "",
+            "yes" if name == made.chosen else "",
+        )
+        for name, recipe in made.recipes.items()
+    ]
 
 
 def _layer(one: SearchLayer) -> tuple[str, str, str, str, str, str, str]:

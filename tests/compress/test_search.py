@@ -5,17 +5,21 @@ import copy
 import dataclasses
 import functools
 import itertools
+import re
 
 import pytest
 import torch
 
 from compress import METHODS, Wishes, apply, calibration, fit, load_compressed, load_model, save_compressed
+from compress.allocation.budget import bytes_beside
 from compress.allocation.predictions import ScaledLoss, divergence
 from compress.checkpoint.fits import check_save_format
 from compress.formats import bits_of
-from compress.linear import compressed_linears
+from compress.kv.attach import attached_methods, attachment_of
+from compress.linear import compressed_linears, sharing_copy
 from compress.recipe import parse_recipe
 from compress.recover.distil import Prepared
+from compress.search.caches import SCORED, cache_choices
 from compress.search.choices import STANDARD, search_method
 from compress.search.library import measure_library, measure_times
 from compress.search.program import NAMES, Costs, LayersProgram
@@ -511,6 +515,94 @@ def test_the_best_models_are_trained_and_ranked_again():
     assert "made again and trained for 0.05 minutes each by distil" in repr(found)
     with pytest.raises(ValueError, match=r"`minutes` .*-1"):
         fit(model, batches, limit, method=chooser(), minutes=-1.0)
+
+
+@pytest.fixture(scope="module")
+def written():
+    """A model and calibration windows, with further text of the corpus."""
+    model, tokenizer = load_model("tiny")
+    return model, calibration(tokenizer, corpus="pydocs", samples=4, seqlen=64)
+
+
+CACHES = "8 bits: kv_int(bits=8, group_size=32); half: snapkv(budget=0.5)"
+
+
+def cached_rates(model, caches, context):
+    """Made-up speeds behind a context: less than half of those behind a short prompt."""
+    smaller = any(type(m).__name__ == "CompressedLinear" for m in model.modules())
+    return {name: 40.0 + 20 * bool(methods) + 10 * smaller for name, methods in caches.items()}
+
+
+def test_the_cache_is_chosen_with_the_weights(written):
+    """By hand: its bytes, its loss with the original weights, and the divergence of both together."""
+    model, batches = written
+    held, choices = cache_choices(CACHES, context=150, batch=40), "rtn(bits={3, 8}, group_size=16)"
+    smallest = bytes_beside(apply("rtn(bits=3, group_size=16)", sharing_copy(model)).model, {})
+    about = {"method": chooser(choices), "caches": held}
+    every = fit(model, batches, Wishes(max_bytes=1e9), **about).record.caches
+    assert every.chosen == "full" and every.loss["full"] == 0 < every.loss["8 bits"] < every.loss["half"]
+    heads, channels = model.config.num_key_value_heads, model.config.hidden_size // model.config.num_attention_heads
+    plain = 40 * model.config.num_hidden_layers * 150 * heads * channels * 2 * 2
+    assert plain <= every.bytes["full"] < 2 * plain and every.bytes["half"] < 0.8 * every.bytes["full"]
+    limit = smallest + 1.02 * every.bytes["half"]
+    found = fit(model, batches, Wishes(max_bytes=limit), **about)
+    kept = found.record.rounds[found.record.kept]
+    assert found.record.caches.chosen == "half" and kept.bytes <= limit
+    assert [str(method) for method in attached_methods(found.model)] == ["snapkv(budget=0.5)"]
+    assert str(found.result.recipe[-1]) == "snapkv(budget=0.5)" and "kept as: half" in repr(found)
+    texts, rest = batches.texts(150 + SCORED, 4)
+    assert [text.shape for text in texts] == [(1, 150 + SCORED)] * 4
+    gone = sorted(set(batches.left) - set(rest.left))  # three windows of 64 tokens for each text
+    assert torch.equal(torch.cat(texts), torch.cat(batches.cut(gone), 1).reshape(4, -1)[:, : 150 + SCORED])
+    pairs = []
+    for text in texts:
+        cache = attachment_of(found.model).cache()
+        found.model(text[:, :150], past_key_values=cache, use_cache=True)
+        rows = []
+        for i in range(150, 150 + SCORED):
+            rows.append(found.model(text[:, i : i + 1], past_key_values=cache, position_ids=torch.tensor([[i]])).logits)
+            cache.paused = True
+        pairs.append((model(text).logits[:, 150:], torch.cat(rows, 1)))
+    losses = [divergence([wanted], [given]) for wanted, given in pairs]
+    assert kept.divergence == pytest.approx(sum(losses) / len(losses), rel=2e-2)
+
+
+def test_speeds_behind_a_context_are_those_of_the_cache(written):
+    model, batches = written
+    about = {"method": chooser("rtn(bits=8, group_size=16)"), "caches": cache_choices(CACHES, context=150)}
+    wishes = Wishes(min_decode=1.5, times=True)
+    with pytest.raises(ValueError, match="`cache_timer` must be given"):
+        fit(model, batches, wishes, timer=timer, **about)
+    record = fit(model, batches, wishes, timer=timer, cache_timer=cached_rates, **about).record
+    kept = record.rounds[record.kept]
+    assert record.original[0] == 40 and record.min_decode == 60 and record.caches.chosen != "full"
+    assert kept.decode == pytest.approx(70) and record.caches.decode_ratio["half"] == 1.5
+    shown = search.context(typed({"search": record}))
+    assert [row.kept for row in shown["wishes"] if row.name.startswith("decoding behind 150")] == ["yes"]
+    assert [row[-1] for row in shown["caches"]].count("yes") == 1 and "8 bits" in repr(shown["caches"])
+
+
+@pytest.mark.parametrize(("caches", "asked", "said"), [
+    ("kv_int(bits=8)", {"context": -1}, "`context` (=-1)"),
+    ("kv_int(bits=8)", {"context": 8, "batch": 0}, "`batch` (=0)"),
+    ("gptq(bits=4)", {"context": 8}, "gptq(bits=4, group_size=64) is not a method of the cache"),
+    ("quest(budget=0.5)", {"context": 8}, "`caches` (quest(budget=0.5))"),
+    ("full: kv_int", {"context": 8}, "is what the cache in 16 bits is called"),
+    ("kv_int(bit=8)", {"context": 8}, "did you mean `bits`"),
+])  # fmt: skip
+def test_wrong_caches_are_refused(caches, asked, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        cache_choices(caches, **asked)
+
+
+def test_a_context_that_does_not_fit_is_refused_before_the_work(written, model, batches, monkeypatch):
+    monkeypatch.setattr("compress.search.fit.measure_library", None)
+    choices, wishes = cache_choices(CACHES, context=1 << 20), Wishes(max_bytes=1e9)
+    with pytest.raises(ValueError, match=r"`context` \(=1048576\)"):
+        fit(written[0], written[1], wishes, method=chooser(), caches=choices)
+    with pytest.raises(ValueError, match="`batches` must come from `calibration`"):
+        fit(model, batches, wishes, method=chooser(), caches=cache_choices(CACHES, context=50))
+    assert cache_choices(CACHES, context=0) is None
 
 
 def test_the_page_shows_what_was_asked_predicted_and_measured(model, batches):

@@ -21,8 +21,17 @@ WISHES = {  # limits of `fit`: parameters of its notebook
     "min_prefill": "least speed of reading a prompt, likewise",
     "max_kl": "largest divergence from the original, nats per token",
 }
+CACHES = {  # choices of `fit` for the cache: parameters of its notebook
+    "context": (
+        "TOKENS",
+        "0",
+        "tokens of each sequence whose cache counts among the bytes and is chosen; 0: none",
+    ),
+    "batch": ("N", "1", "number of these sequences"),
+    "caches": ("RECIPES", "standard", "recipes of the cache, with semicolons between; a standard set"),
+}
 _ARGUMENTS = {"model_name": "MODEL", "recipe": "RECIPE", "save_path": "--out", SAVE_FORMAT: "--format"}
-_ARGUMENTS |= {name: f"--{name.replace('_', '-')}" for name in (*WISHES, "minutes", "drops")}
+_ARGUMENTS |= {name: f"--{name.replace('_', '-')}" for name in (*WISHES, *CACHES, "minutes", "drops")}
 
 
 def declare(command, verb: str) -> argparse.ArgumentParser:
@@ -42,6 +51,8 @@ def declare(command, verb: str) -> argparse.ArgumentParser:
         parser.add_argument("--minutes", metavar="MINUTES", default="0", help=trained)
         left_out = "parts of blocks that may be left out, too: attention, mlp, or both with a comma between"
         parser.add_argument("--drops", metavar="PARTS", default="", help=left_out)
+        for name, (metavar, default, help) in CACHES.items():
+            parser.add_argument(_ARGUMENTS[name], metavar=metavar, default=default, help=help)
     parser.add_argument("--out", metavar="DIR", required=True, help="new folder for the model, its record and its page")
     parser.add_argument(
         "--format",
@@ -64,7 +75,7 @@ def given(options: argparse.Namespace) -> list[list[str]]:
     asked = {"model_name": options.model, "save_path": options.out, SAVE_FORMAT: _format(options.format)}
     if options.verb == "fit":
         asked |= {name: getattr(options, name) or ("0" if name == "max_kl" else "") for name in WISHES}
-        asked |= {"minutes": options.minutes, "drops": options.drops}
+        asked |= {name: getattr(options, name) for name in ("minutes", "drops", *CACHES)}
         asked = {"choices": _standard(options.format), **dict(options.parameter), **asked}
     else:
         asked["recipe"] = options.recipe

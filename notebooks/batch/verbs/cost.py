@@ -125,11 +125,12 @@ def _recipes(texts: Sequence[str], option: str, check: Any, standard: str) -> di
     Raises:
         ValueError: what is stored does not follow from shapes; or two recipes have one name.
     """
-    from notebooks.study.costs import PLAIN, recipes_of
+    from compress.recipe import parse_recipes
+    from notebooks.study.costs import PLAIN
 
     found: dict[str, Any] = {}
     for text in texts or [standard]:
-        for name, methods in recipes_of(text, option).items():
+        for name, methods in parse_recipes(text, parameter=option).items():
             if name in {PLAIN, *found}:
                 raise ValueError(f"`{option}` (={text!r}): {name!r} is the name of another row; put a name before it")
             check(name, methods, option)
