@@ -34,7 +34,17 @@ from typing import Any, TextIO
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from kernels.harness.model_cache import FORMS, cache_bytes, fill_random, held_positions
 from kernels.harness.roofline import environment, measure
@@ -77,6 +87,21 @@ SHAPES: dict[str, tuple[type[PreTrainedModel], Any]] = {
             num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
         ),
     ),
+    "qwen2.5-72b": (
+        Qwen2ForCausalLM,
+        lambda: Qwen2Config(
+            num_hidden_layers=80, hidden_size=8192, intermediate_size=29568, num_attention_heads=64,
+            num_key_value_heads=8, vocab_size=152064, max_position_embeddings=131072, rope_theta=1000000.0,
+        ),
+    ),
+    "llama-405b": (
+        LlamaForCausalLM,
+        lambda: LlamaConfig(
+            num_hidden_layers=126, hidden_size=16384, intermediate_size=53248, num_attention_heads=128,
+            num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0,
+        ),
+    ),
+    "deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config),  # whose defaults are those of the model of 671B
     "toy": (
         LlamaForCausalLM,
         lambda: LlamaConfig(

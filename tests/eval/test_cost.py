@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig
 
 from compress import METHODS, apply
 from compress.walk.experts import split_experts
@@ -19,6 +18,7 @@ from eval.speed.cost import combine, cost_model, predict, speed_rows
 from eval.speed.work import CacheLayer, Experts, Work, cache_bytes_per_token, stored_bytes, work
 from kernels.harness.roofline import Ceilings
 from kernels.support.deploy import deployed
+from notebooks.study.costs import outline, plain_weights
 
 CEILINGS = Ceilings(1000.0, {"bfloat16": 4000.0, "float32": 2000.0})
 
@@ -206,14 +206,11 @@ def test_work_of_nothing_but_weights():
 
 def test_published_sizes_of_caches():
     """Of "Insights into DeepSeek-V3" (arXiv:2505.09343, table 1): 70.272, 327.680 and 516.096 kB a token."""
-    v3 = AutoConfig.for_model("deepseek_v3", num_hidden_layers=61, kv_lora_rank=512, qk_rope_head_dim=64)
-    qwen = AutoConfig.for_model(
-        "qwen2", num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, num_key_value_heads=8
-    )
-    llama = AutoConfig.for_model(
-        "llama", num_hidden_layers=126, hidden_size=16384, num_attention_heads=128, num_key_value_heads=8
-    )
-    assert [cache_bytes_per_token(config) for config in (v3, qwen, llama)] == [70_272, 327_680, 516_096]
+    outlines = [outline(name) for name in ("deepseek-v3", "qwen2.5-72b", "llama-405b")]
+    assert [cache_bytes_per_token(model.config) for model in outlines] == [70_272, 327_680, 516_096]
+    assert [round(sum(p.numel() for p in model.parameters()) / 1e9) for model in outlines] == [671, 73, 406]
+    found = plain_weights("deepseek-v3", outlines[0]).work
+    assert sum(layer.bytes for layer in found.cache) == 70_272 and 72e9 < found.weight_bytes(1) < 75e9, "37B a token"
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3_text", "gpt2", "gemma4_unified_text"])

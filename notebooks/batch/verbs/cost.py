@@ -11,7 +11,10 @@ from typing import Any
 
 def declare(command) -> None:
     """The options of `workbench cost`."""
-    names = "a folder, a .gguf file, a hub id, smollm2-135m (embedded), or a shape: llama-8b, llama-1b, qwen3-8b"
+    names = (
+        "a folder, a .gguf file, a hub id, smollm2-135m (embedded), or a shape: llama-1b, llama-8b, qwen3-8b, "
+        "qwen2.5-72b, llama-405b, deepseek-v3"
+    )
     parser = command(
         "cost",
         cost,
@@ -63,13 +66,14 @@ def cost(options: argparse.Namespace) -> int:
     memory = bytes_of(options.memory, "--memory")
     _check(options)
     from compress.embedding import stored_specs
+    from compress.search.caches import STANDARD_CACHES
     from eval.speed.devices import ceilings_of
     from eval.speed.work import cache_bytes_per_token
     from notebooks.batch.status import aligned
     from notebooks.study import costs
 
     recipes = _recipes(options.recipe, "--recipe", costs.check_weights, costs.WEIGHTS if memory else "")
-    caches = _recipes(options.cache, "--cache", costs.check_cache, costs.CACHES if memory else "")
+    caches = _recipes(options.cache, "--cache", costs.check_cache, STANDARD_CACHES if memory else "")
     model = costs.outline(options.model)
     plain = costs.plain_weights(options.model, model)
     stored = {"as stored" if stored_specs(model) else costs.PLAIN: plain}
