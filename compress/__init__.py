@@ -61,6 +61,7 @@ from compress.rotations.rotate import Rotate
 from compress.search.fit import fit
 from compress.search.wishes import Wishes
 from compress.tuning.tune import Tune
+from compress.walk.window import in_window
 from compress.weights.any_precision import AnyPrecision
 from compress.weights.awq import AWQ
 from compress.weights.bitstack import BitStack
@@ -95,6 +96,6 @@ METHODS |= {
 }  # fmt: skip
 
 __all__ = [
-    "METHODS", "Method", "Result", "Wishes", "accelerate", "apply", "calibration", "fit", "held_out", "load_compressed",
-    "load_model", "resize", "save_compressed",
+    "METHODS", "Method", "Result", "Wishes", "accelerate", "apply", "calibration", "fit", "held_out", "in_window",
+    "load_compressed", "load_model", "resize", "save_compressed",
 ]  # fmt: skip

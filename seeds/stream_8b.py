@@ -1,11 +1,14 @@
-"""A model of 8 billion parameters compressed within 6 GB of address space: what streaming takes, in time and memory.
+"""A model of 8 billion parameters, compressed and decoded within 6 GB of address space: what streaming takes.
 
     python seeds/stream_8b.py write FOLDER            # a Llama-shaped model of random weights, 16 GB of bfloat16 shards
     python seeds/stream_8b.py run FOLDER --recipe rtn --work WORK --out CHECKPOINT --record rtn.json
     python seeds/stream_8b.py run FOLDER --recipe gptq --blocks 3 --samples 4 --work WORK --record gptq.json
+    python seeds/stream_8b.py decode FOLDER --max-memory 4.6GB --record decode.json
+    python seeds/stream_8b.py decode FOLDER --max-memory "" --limit-gb 22 --record memory.json    # all of it in memory
 
 Random weights say nothing of accuracy; shapes, bytes and work are those of a real model. `--limit-gb` sets RLIMIT_AS,
-so that a larger allocation fails instead of passing unseen.
+so that a larger allocation fails instead of passing unseen. `decode` reads what does not fit for every token, from the
+disk itself: the system is told to keep nothing of the files in free memory.
 """
 
 import argparse
@@ -156,6 +159,77 @@ def run(arguments: argparse.Namespace) -> dict:
     }
 
 
+def decode(arguments: argparse.Namespace) -> dict:
+    """Decode some tokens with a window of the weights in memory, or with all of them; what it took, and what bandwidths
+    predict."""
+    from contextlib import nullcontext
+
+    limit = int(arguments.limit_gb * 1e9)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    from transformers import DynamicCache
+
+    from compress import load_model
+    from compress.walk.offload import offloaded_parts
+    from compress.walk.window import in_window
+
+    weights = "disk" if arguments.max_memory else "memory"
+    model, _ = load_model(str(arguments.folder), dtype="bfloat16", weights=weights)
+    parts = offloaded_parts(model)
+    held = in_window(model, arguments.max_memory, cached=False) if parts else nullcontext()
+    ids = torch.arange(arguments.prompt)[None] * 7919 % VOCABULARY
+    found, tokens, seconds, waited = {}, [], [], []
+    with torch.no_grad(), held as window:
+        if window:
+            found = _prediction(parts, window)
+        cache = DynamicCache(config=model.config)
+        for _ in range(arguments.tokens + 1):  # the first pass reads the prompt
+            before, start = window.waited_s if window else 0.0, time.perf_counter()
+            ids = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+            seconds.append(round(time.perf_counter() - start, 2))
+            waited.append(round(window.waited_s - before, 2) if window else 0.0)
+            tokens.append(ids.item())
+    return {
+        "command": "python seeds/stream_8b.py " + " ".join(sys.argv[1:]).replace(str(arguments.folder), "FOLDER"),
+        "threads": torch.get_num_threads(),
+        "address_space_limit_bytes": limit,
+        "resident_peak_bytes": _status("VmHWM"),
+        "weights_bytes": sum(part.nbytes for part in parts.values()) or sum(p.nbytes for p in model.parameters()),
+        **found,
+        "seconds_of_passes": seconds,
+        "waited_s": waited,
+        "median_s": sorted(seconds[1:])[len(seconds[1:]) // 2],
+        "tokens": tokens,
+    }
+
+
+def _prediction(parts, window) -> dict:
+    """The seconds of a pass: what is read at the disk's rate, or the products of all blocks at the rate of one of them,
+    whichever is longer; both measured before."""
+    spread = window.streamed[:: max(len(window.streamed) // 4, 1)]
+    start = time.perf_counter()
+    for name in spread:
+        for tensor in parts[name].where.values():
+            tensor.read(cached=False)
+    rate = sum(parts[name].nbytes for name in spread) / (time.perf_counter() - start)
+    name = next(name for name in window.held if parts[name].nbytes > 1e8)
+    linears = [m for m in parts[name].module.modules() if isinstance(m, torch.nn.Linear)]
+    inputs, times = [torch.randn(1, 1, m.in_features, dtype=torch.bfloat16) for m in linears], []
+    for _ in range(5):
+        start = time.perf_counter()
+        for linear, x in zip(linears, inputs, strict=True):
+            linear(x)
+        times.append(time.perf_counter() - start)
+    computing = sorted(times)[2] * (window.held_bytes + window.streamed_bytes) / parts[name].nbytes
+    return {
+        "held_bytes": window.held_bytes,
+        "streamed_bytes": window.streamed_bytes,
+        "window_peak_bytes": window.peak_bytes,
+        "disk_bytes_per_s": round(rate),
+        "computing_s": round(computing, 2),
+        "predicted_s": round(window.seconds(rate, computing), 2),
+    }
+
+
 def _clocked(method, marks: dict[str, float]):
     """The method, which notes when it comes to the first linear of each block."""
 
@@ -188,13 +262,21 @@ if __name__ == "__main__":
     one.add_argument("--work", type=Path, required=True, help="folder for intermediate files")
     one.add_argument("--out", type=Path, help="where the checkpoint is saved; not saved unless given")
     one.add_argument("--record", type=Path, required=True)
+    one = commands.add_parser("decode")
+    one.add_argument("folder", type=Path)
+    one.add_argument("--max-memory", default="4.6GB", help="bytes of weights in memory at once; empty: all of them")
+    one.add_argument("--tokens", type=int, default=4)
+    one.add_argument("--prompt", type=int, default=16)
+    one.add_argument("--limit-gb", type=float, default=6.0)
+    one.add_argument("--record", type=Path, required=True)
     arguments = parser.parse_args()
     if arguments.command == "write":
         write(arguments.folder, arguments.layers)
     else:
         if os.environ.keys().isdisjoint(ALLOCATOR):  # read by glibc when a process starts
             os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ALLOCATOR})
-        arguments.work.mkdir(parents=True, exist_ok=True)
-        found = run(arguments)
+        if arguments.command == "run":
+            arguments.work.mkdir(parents=True, exist_ok=True)
+        found = run(arguments) if arguments.command == "run" else decode(arguments)
         arguments.record.write_text(json.dumps(found, indent=1))
         print(json.dumps(found, indent=1))

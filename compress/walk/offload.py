@@ -8,7 +8,7 @@ block by block (the walk, folds, dropped layers) therefore works in the same way
 import copy
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,10 @@ class Offloaded:
         home: the device on which the part lies while the model itself runs it.
         folder: where changed weights are written.
         is_table: the part is a table; while the model runs, only the rows that are looked up are read.
+
+    Attributes:
+        ahead: gives the tensors of the state by name, which were read in advance (`compress.walk.window`); None: they
+            are read when they are needed.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class Offloaded:
     ) -> None:
         self.is_table = is_table
         self.module, self.name, self.where, self.home, self.folder = module, name, dict(where), home, folder
+        self.ahead: Callable[[], Mapping[str, Tensor]] | None = None
         self._depth = 0
         self._as_loaded: dict[str, tuple[weakref.ref, int]] = {}
         self._meta: dict[int, tuple[weakref.ref, Tensor]] = {}  # by a loaded tensor's identity, its meta tensor
@@ -174,18 +179,19 @@ class Offloaded:
         if self._depth > 1:
             return
         away = {name: m for name, m in self.module.named_modules() if isinstance(m, AwayLinear)}
-        rest = dict(self.where)
+        read = self.ahead().__getitem__ if self.ahead else lambda name: self.where[name].read()
+        rest = set(self.where)
         for name, linear in away.items():
-            own = {
-                key.removeprefix(f"{name}."): rest.pop(key).read() for key in list(rest) if key.startswith(f"{name}.")
-            }
+            inside = {key for key in rest if key.startswith(f"{name}.")}
+            own = {key.removeprefix(f"{name}."): read(key) for key in inside}
             replace(self.module, name, linear.back(own).to(device))
+            rest -= inside
         shared: dict[int, Tensor] = {}  # by the meta tensor: tied weights are loaded once
         for owner, key, name, meta in list(_state(self.module)):
             if name not in rest:  # a buffer that no file holds stays in memory
                 continue
             if id(meta) not in shared:
-                loaded = rest[name].read().to(device, meta.dtype)
+                loaded = read(name).to(device, meta.dtype)
                 is_parameter = isinstance(meta, nn.Parameter)
                 shared[id(meta)] = nn.Parameter(loaded, requires_grad=False) if is_parameter else loaded
                 self._meta[id(shared[id(meta)])] = weakref.ref(shared[id(meta)]), meta

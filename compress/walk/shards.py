@@ -50,11 +50,13 @@ class OnDisk:
         """The place of the tensor's bytes, which is the same for tensors that share them."""
         return self.source.path, self.start
 
-    def read(self) -> Tensor:
-        """The tensor, in memory of its own."""
+    def read(self, cached: bool = True) -> Tensor:
+        """The tensor, in memory of its own. cached: the system may keep the file's bytes in memory that is free."""
         tensor = torch.empty(self.shape, dtype=self.stored)
         with self.source.path.open("rb", buffering=0) as stream:
             self._fill(stream, tensor, self.start)
+            if not cached and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(stream.fileno(), self.start, tensor.nbytes, os.POSIX_FADV_DONTNEED)
         return tensor.to(self.dtype)
 
     def rows(self, numbers: Tensor) -> Tensor:

@@ -23,8 +23,9 @@ from compress.linear import sharing_copy
 from compress.method import Method, settle
 from compress.plan import check_recipe
 from compress.recipe import parse_recipe
-from compress.walk.blocks import targets
+from compress.walk.blocks import find_blocks, targets
 from compress.walk.experts import split_experts
+from compress.walk.window import Window, plan_window
 from eval.record.serving import Combination
 from eval.speed.cost import combine
 from eval.speed.work import CacheLayer, StoredLinear, StoredTable, Work, stored_bytes, work
@@ -97,6 +98,19 @@ def plain_weights(name: str, model: nn.Module, parameter: str = "MODEL") -> Weig
             f"caches is not known ({kind_and_first_line(error)}); the notebook `recipe` predicts the cost of loaded "
             "models"
         ) from error
+
+
+def window_of(weights: Weights, memory: int) -> Window:
+    """What stays in a memory and what is read for every token, of weights that lie on disk (`compress.in_window`).
+
+    Raises:
+        ValueError: the memory does not hold two blocks.
+    """
+    prefix, blocks = find_blocks(weights.model)
+    sizes = {f"{prefix}.{index}": stored_bytes(block) for index, block in enumerate(blocks)}
+    if (head := weights.model.get_output_embeddings()) is not None:
+        sizes["head"] = stored_bytes(head)
+    return plan_window(sizes, memory, "--memory")
 
 
 def check_weights(name: str, methods: Sequence[Method], parameter: str, cache_parameter: str = "--cache") -> None:

@@ -166,9 +166,25 @@ def test_a_device_by_its_data_sheet():
     assert all(0.1 < bandwidth < 10 and 50 < rate < 3000 for bandwidth, rate in DATA_SHEETS.values())
 
 
+def test_what_a_disk_gives_of_weights_that_do_not_fit(capsys):
+    """A fifth of Llama-8B in memory: the rest is read for every token. In 4 bits all of it fits."""
+    more = ["--memory", "6GB", "--disk", "2GB", "--device", "h100-sxm", "--recipe", "gptq(bits=4)"]
+    assert main(["cost", "llama-8b", *more]) == 0
+    said = capsys.readouterr().out
+    rows = {name: rest for (name, _), rest in table(said).items()}
+    block, head = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336 + 2) * 2, 128256 * 4096 * 2  # bytes
+    away = 32 - (6_000_000_000 - head - 2 * block) // block
+    assert rows["16 bits"][0] == f"{away * block / 1e6:,.1f} MB"
+    assert rows["16 bits"][1] == "5.02e+03 ms" and rows["16 bits"][-1] == "disk"
+    assert rows["gptq(bits=4)"][0] == "0.0 MB" and rows["gptq(bits=4)"][-1] == "memory"
+    assert "a step of 1 x 1 token" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--disk", "2GB"], "`--disk` (='2GB') needs `--memory`"),
+        (["--disk", "2GB", "--memory", "1000"], "`--memory` (=1000 bytes) does not hold two"),
         (["--context", "0"], "`--context` (=0) must be 1 or more"),
         (["--batch", "-2"], "`--batch` (=-2) must be 1 or more"),
         (["--device", "h100-sxn"], "`--device` (='h100-sxn') is not known; did you mean h100-sxm? It can be here, "),

@@ -60,6 +60,20 @@ def test_each_line_of_the_input_is_a_prompt_of_its_own(saved, typed, capsys):
     assert capsys.readouterr().out == f"{made[1]['answer']['text']}\n\n", "the answers do not depend on earlier lines"
 
 
+def test_a_model_that_does_not_fit_writes_from_disk(saved, typed, capsys):
+    typed("one two\n")
+    assert main(["chat", str(saved), "--tokens", "4", "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)["answer"]["text"]
+    typed("one two\n")
+    assert main(["chat", str(saved), "--tokens", "4", "--json", "--max-memory", "1GB"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["answer"]["text"] == expected and "0.0 are read per token" in said.err
+    assert main(["chat", str(saved), "--max-memory", "1GB", "--beside"]) == 2
+    assert "`--max-memory` holds one model" in capsys.readouterr().err
+    assert main(["chat", str(saved), "--max-memory", "1kB"]) == 2
+    assert "`--max-memory` (=1000 bytes) does not hold two" in capsys.readouterr().err
+
+
 def test_the_original_writes_beside(saved, plain, typed, capsys, monkeypatch):
     typed("one two\n")
     assert main(["chat", str(saved), "--beside", "--tokens", "4", "--json"]) == 0

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -33,6 +34,13 @@ def declare(command) -> None:
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of sampling (default: 0)")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda")
     parser.add_argument(
+        "--max-memory",
+        metavar="BYTES",
+        default="",
+        help="for a model that does not fit into memory: the most bytes of its weights in memory at once, such as 6GB; "
+        "the others are read from disk for every token",
+    )
+    parser.add_argument(
         "--continue",
         dest="continues",
         action="store_true",
@@ -43,12 +51,15 @@ def declare(command) -> None:
 
 def chat(options: argparse.Namespace) -> int:
     """Answer prompts until the input ends."""
+    from compress.memory import bytes_of
     from notebooks.batch.verbs.loading import baseline_of, check_device, check_model
 
     if options.tokens < 1:
         raise ValueError(f"`--tokens` (={options.tokens}) must be 1 or more")
     if not 0 <= options.temperature < 100:
         raise ValueError(f"`--temperature` (={options.temperature}) must be 0 or above")
+    if bytes_of(options.max_memory, "--max-memory") and options.beside:
+        raise ValueError("`--max-memory` holds one model, and --beside shows two; leave one out")
     check_device(options.device)
     check_model(options.model)
     if options.baseline and not options.beside:
@@ -71,7 +82,7 @@ def chat(options: argparse.Namespace) -> int:
 
 @dataclass
 class _Writer:
-    """A model that answers, accelerated; turns: the conversation so far."""
+    """A model that answers, accelerated, or with some weights on disk; turns: the conversation so far."""
 
     name: str
     model: Any
@@ -79,6 +90,8 @@ class _Writer:
     how: dict[str, Any]
     seed: int
     has_template: bool
+    device: str
+    held: ExitStack  # keeps the window of a model on disk
     turns: list[dict[str, str]] = field(default_factory=list)
     said: str = ""  # tokens and speed of the last answer
     tokens: int = 0
@@ -89,15 +102,25 @@ class _Writer:
         from transformers.utils.logging import disable_progress_bar
 
         from compress.inputs.model import load_model
+        from compress.walk.window import in_window
         from kernels.step.accelerate import accelerate
 
         _note(f"{name} is loaded")
         disable_progress_bar()
-        model, tokenizer = load_model(name, dtype="bfloat16", device=options.device)
+        weights = "disk" if options.max_memory else "memory"
+        model, tokenizer = load_model(name, dtype="bfloat16", device=options.device, weights=weights)
+        held = ExitStack()
+        if options.max_memory:
+            window = held.enter_context(in_window(model, options.max_memory, parameter="--max-memory"))
+            _note(
+                f"{window.held_bytes / 1e9:.1f} GB stay in memory, {window.streamed_bytes / 1e9:.1f} are read per token"
+            )
+        else:
+            model = accelerate(model)
         how: dict[str, Any] = {"max_new_tokens": options.tokens, "do_sample": options.temperature > 0}
         how |= {"temperature": options.temperature} if options.temperature else {}
         template = bool(getattr(tokenizer, "chat_template", None)) and not options.continues
-        return cls(name, accelerate(model), tokenizer, how, options.seed, template)
+        return cls(name, model, tokenizer, how, options.seed, template, options.device, held)
 
     def answer(self, prompt: str, show: Callable[[str], None] = lambda _: None) -> str:
         """The answer to a prompt; `show` is given each piece of text as soon as it is known."""
@@ -109,7 +132,7 @@ class _Writer:
                 show(text)
 
         self.turns.append({"role": "user", "content": prompt})
-        inputs = {name: tensor.to(self.model.device) for name, tensor in self._inputs().items()}
+        inputs = {name: tensor.to(self.device) for name, tensor in self._inputs().items()}
         torch.manual_seed(self.seed)
         begin = time.perf_counter()
         streamer = Shown(self.tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -57,13 +57,22 @@ def declare(command) -> None:
         help="a device's memory, such as 24GB: how many sequences of this context fit into it with each combination of "
         "weights and caches, and how fast they decode; a standard set of recipes and caches unless some are given",
     )
+    parser.add_argument(
+        "--disk",
+        metavar="BYTES",
+        default="",
+        help="bytes per second that a disk gives, such as 2GB: how fast one sequence decodes if --memory holds only "
+        "some of the weights, and the others are read for every token",
+    )
 
 
 def cost(options: argparse.Namespace) -> int:
     """Print a row for every combination of weights and caches."""
     from compress.memory import bytes_of
 
-    memory = bytes_of(options.memory, "--memory")
+    memory, disk = bytes_of(options.memory, "--memory"), bytes_of(options.disk, "--disk")
+    if disk and not memory:
+        raise ValueError(f"`--disk` (={options.disk!r}) needs `--memory`, the bytes of weights that stay in it")
     _check(options)
     from compress.embedding import stored_specs
     from compress.search.caches import STANDARD_CACHES
@@ -72,8 +81,8 @@ def cost(options: argparse.Namespace) -> int:
     from notebooks.batch.status import aligned
     from notebooks.study import costs
 
-    recipes = _recipes(options.recipe, "--recipe", costs.check_weights, costs.WEIGHTS if memory else "")
-    caches = _recipes(options.cache, "--cache", costs.check_cache, STANDARD_CACHES if memory else "")
+    recipes = _recipes(options.recipe, "--recipe", costs.check_weights, costs.WEIGHTS if memory and not disk else "")
+    caches = _recipes(options.cache, "--cache", costs.check_cache, STANDARD_CACHES if memory and not disk else "")
     model = costs.outline(options.model)
     plain = costs.plain_weights(options.model, model)
     stored = {"as stored" if stored_specs(model) else costs.PLAIN: plain}
@@ -82,7 +91,9 @@ def cost(options: argparse.Namespace) -> int:
     kept |= {name: costs.stored_cache(one, model, plain, options.context) for name, one in caches.items()}
     ceilings, how = ceilings_of(options.device)
     about = {"context": options.context, "batch": options.batch, "ceilings": ceilings}
-    if memory:
+    if disk:
+        rows = _rows_of_disk(stored, memory, disk, **about)
+    elif memory:
         found = costs.combinations(model, stored, kept, caches, memory=memory, **about)
         rows = _rows_of_memory(options, found)
     else:
@@ -90,14 +101,16 @@ def cost(options: argparse.Namespace) -> int:
     print(aligned(rows))
     peak = ceilings.rates.get("bfloat16")
     rate = f" and {peak / 1e12:,.3g} TFLOP/s" if peak else ""
-    together = "as many rows as fit" if memory and options.batch is None else options.batch or 1
+    together = "as many rows as fit" if memory and not disk and options.batch is None else options.batch or 1
     print(
         f"\na step of {together} x 1 token behind {options.context:,} on {options.device}: "
         f"{ceilings.bandwidth / 1e9:,.0f} GB/s{rate} ({how})"
     )
     grows = cache_bytes_per_token(model.config)
     print(f"each token adds {grows / 1e3:,.3f} kB to the cache in 16 bits, in layers without a window")
-    if memory:
+    if disk:
+        print("one block is read while the one before computes; the embedding's rows are read as they are looked up")
+    elif memory:
         print(_ROOM)
     for kind, named in (("weights", recipes), ("cache", caches)):
         for name, one in named.items():
@@ -155,6 +168,21 @@ def _rows(stored: Mapping[str, Any], kept: Mapping[str, Any], *, batch: int | No
             read = f"{row.weight_bytes / 1e6:,.1f} MB", f"{row.cache_bytes / 1e6:,.1f} MB"
             time = f"{row.predicted_s * 1e3:,.3g} ms", f"{row.batch / row.predicted_s:,.0f}"
             rows.append((name, cache, *read, f"{row.flops / 1e9:,.2f} GFLOP", *time, row.bound))
+    return rows
+
+
+def _rows_of_disk(stored: Mapping[str, Any], memory: int, disk: int, *, batch: int | None, **about: Any) -> list[tuple]:
+    """The cells of steps with weights of which the memory holds only some, with a head."""
+    from eval.speed.cost import predict
+    from notebooks.study.costs import window_of
+
+    rows = [("weights", "stay in memory", "read from disk", "least time", "tokens/s", "bound by")]
+    for name, one in stored.items():
+        window, row = window_of(one, memory), predict(name, one.work, batch=batch or 1, **about)
+        seconds = window.seconds(disk, row.predicted_s)
+        bound = "disk" if seconds > row.predicted_s else row.bound
+        sizes = f"{window.held_bytes / 1e6:,.1f} MB", f"{window.streamed_bytes / 1e6:,.1f} MB"
+        rows.append((name, *sizes, f"{seconds * 1e3:,.3g} ms", f"{row.batch / seconds:,.3g}", bound))
     return rows
 
 

@@ -1,0 +1,107 @@
+"""Models on disk that decode: outputs, what is in memory, and what reads nothing twice."""
+
+import pytest
+import torch
+
+from compress import apply, load_model, save_compressed
+from compress.walk.offload import offloaded_parts, put_on_disk
+from compress.walk.window import _Ahead, in_window, plan_window
+
+LAYERS = 6
+
+
+@pytest.fixture
+def model(tiny):
+    return tiny("llama", num_hidden_layers=LAYERS)
+
+
+def written(model, tokens, **how):
+    return model.generate(torch.cat(tokens), max_new_tokens=6, min_new_tokens=6, do_sample=False, **how)
+
+
+def sizes_of(model):
+    return {name: part.nbytes for name, part in offloaded_parts(model).items() if not part.is_table}
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 5])
+def test_a_model_on_disk_writes_what_it_writes_in_memory(blocks, model, tokens, monkeypatch):
+    """With memory for so many blocks: never more, and every other block is read once in a pass."""
+    prompts = tokens(2, 20)
+    expected = written(model, prompts)
+    put_on_disk(model)
+    parts, sizes = offloaded_parts(model), sizes_of(model)
+    block, head = max(sizes.values()), sizes["lm_head"]
+    most = blocks * block + head + 2000
+    seen = []
+    read = _Ahead._read
+
+    def watched(self, where):
+        inside = sum(sizes[name] for name, part in parts.items() if part._depth and name in sizes)
+        seen.append((self._name, inside + sizes[self._name]))
+        return read(self, where)
+
+    monkeypatch.setattr(_Ahead, "_read", watched)
+    with in_window(model, most) as window:
+        assert torch.equal(written(model, prompts), expected)
+        assert window.peak_bytes <= most and max(size for _, size in seen) <= window.peak_bytes
+    order = [name for name, _ in seen]
+    away = list(window.streamed)
+    assert len(away) >= LAYERS - blocks + 1 and order == (away * 7)[: len(order)] and len(order) == 6 * len(away) + 1
+    assert window.read_bytes == sum(sizes[name] for name in order) and set(away).isdisjoint(window.held)
+    assert all(part.ahead is None and not part._depth for part in parts.values()), "as before"
+    assert torch.equal(written(model, prompts), expected)
+
+
+def test_everything_stays_where_it_fits(model, tokens):
+    expected = written(model, tokens(1, 10))
+    put_on_disk(model)
+    with in_window(model, "1GB") as window:
+        assert not window.streamed and window.streamed_bytes == 0
+        assert torch.equal(written(model, tokens(1, 10)), expected) and window.read_bytes == 0
+
+
+def test_a_pass_that_ends_in_the_middle_spoils_nothing(model, tokens):
+    expected = written(model, tokens(1, 10))
+    put_on_disk(model)
+    sizes = sizes_of(model)
+
+    def stop(module, args):
+        raise KeyboardInterrupt
+
+    with in_window(model, 2 * max(sizes.values()) + sizes["lm_head"] + 2000):
+        hook = model.model.layers[3].register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            written(model, tokens(1, 10))
+        hook.remove()
+        assert torch.equal(written(model, tokens(1, 10)), expected)
+
+
+@pytest.mark.parametrize("recipe", ["gptq(bits=4, group_size=16)", "sparsegpt(ratio=0.5)"])
+def test_compressed_models_on_disk_decode(recipe, model, tokens, tmp_path):
+    result = apply(recipe, model, tokens(4, 32))
+    save_compressed(result, tmp_path / "saved", load_model("tiny")[1])
+    expected = written(load_model(str(tmp_path / "saved"))[0], tokens(2, 12))
+    small, _ = load_model(str(tmp_path / "saved"), weights="disk")
+    with in_window(small, sum(sizes_of(small).values()) // 2) as window:
+        assert window.streamed and torch.equal(written(small, tokens(2, 12)), expected)
+
+
+def test_blocks_that_stay_are_spread_evenly():
+    window = plan_window({f"{i}": 100 for i in range(8)} | {"norm": 1, "head": 500}, 100 * 4 + 100 * 2 + 501)
+    assert window.held == ("1", "3", "5", "7", "norm", "head") and window.streamed == ("0", "2", "4", "6")
+    assert (window.held_bytes, window.streamed_bytes, window.peak_bytes) == (901, 400, 1101)
+    assert window.seconds(bandwidth=200, computing=1.0) == 2.0 and window.seconds(bandwidth=800, computing=1.0) == 1.0
+    assert plan_window({"a": 100, "b": 300, "c": 100}, 1000).streamed == ()
+
+
+def test_what_cannot_be_held_is_refused(model, tiny):
+    with pytest.raises(ValueError, match="`model` is in memory"), in_window(model, "1GB"):
+        pass
+    put_on_disk(model)
+    with pytest.raises(ValueError, match=r"`max_memory` \(=1000 bytes\).*GB are needed"), in_window(model, 1000):
+        pass
+    with pytest.raises(ValueError, match="`max_memory` must be a number"), in_window(model, ""):
+        pass
+    with pytest.raises(ValueError, match=r"`max_memory` \(='much'\)"), in_window(model, "much"):
+        pass
+    assert all(part.ahead is None for part in offloaded_parts(model).values())
