@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from compress.memory import bytes_of
+from kernels.support.units import bytes_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from compress.memory import bytes_of
 from compress.walk.offload import Offloaded, offloaded_parts
 from compress.walk.shards import OnDisk
+from kernels.support.units import bytes_of
 
 
 @dataclass

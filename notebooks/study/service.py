@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from compress import held_out
 from compress.inputs.calibration import beginning
 from compress.linear import sharing_copy
-from compress.memory import bytes_of
 from compress.method import Method
 from compress.recipe import parse_recipes
 from compress.search.caches import STANDARD, STANDARD_CACHES
@@ -23,6 +22,7 @@ from eval.speed.work import CacheLayer
 from eval.text.windows import windows
 from kernels.harness.roofline import Ceilings
 from kernels.support.errors import check_positive
+from kernels.support.units import bytes_of
 from notebooks.study import costs
 
 

@@ -41,7 +41,7 @@ def check_settings(values: dict[str, Any], defaults: dict[str, Any]) -> None:
 
         _among("bos", values["bos"], BOS)
     if values.get("max_memory"):
-        from compress.memory import bytes_of
+        from kernels.support.units import bytes_of
 
         bytes_of(values["max_memory"])
     if "weights" in values:  # the place of the weights; in other notebooks, their stored form

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from compress import METHODS, apply, memory
-from compress.memory import bytes_of, predicted
+from compress.memory import predicted
 from compress.method import settle
 from compress.recipe import parse_recipe
 from compress.walk.offload import named_tensors, put_on_disk
+from kernels.support.units import bytes_of
 
 GPTQ = "gptq(bits=3, group_size=16, min_tokens=8)"
 

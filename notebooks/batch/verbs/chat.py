@@ -51,7 +51,7 @@ def declare(command) -> None:
 
 def chat(options: argparse.Namespace) -> int:
     """Answer prompts until the input ends."""
-    from compress.memory import bytes_of
+    from kernels.support.units import bytes_of
     from notebooks.batch.verbs.loading import baseline_of, check_device, check_model
 
     if options.tokens < 1:

@@ -68,7 +68,7 @@ def declare(command) -> None:
 
 def cost(options: argparse.Namespace) -> int:
     """Print a row for every combination of weights and caches."""
-    from compress.memory import bytes_of
+    from kernels.support.units import bytes_of
 
     memory, disk = bytes_of(options.memory, "--memory"), bytes_of(options.disk, "--disk")
     if disk and not memory:
