@@ -180,7 +180,9 @@ class GuessingSpeed:
 
     tokens_per_s: with the time of the prompts, median over the rounds. ratio: to plain decoding in the same round,
     median. spread: relative difference that chance makes, from plain decoding timed twice. same: were all texts those
-    of plain decoding? guessed: number of guessed tokens in all rounds; None: plain decoding, or not counted.
+    of plain decoding? guessed: number of guessed tokens in all rounds; None: plain decoding, or not counted. rollback:
+    loss up to which guesses stayed. loss, plain_loss: of the baseline on these texts and on those of plain decoding, in
+    nats per token; None where only guesses stay that the baseline chooses itself.
     """
 
     kind: str
@@ -190,11 +192,15 @@ class GuessingSpeed:
     spread: float | None
     same: bool | None
     guessed: int | None = None
+    rollback: float = 0.0
+    loss: float | None = None
+    plain_loss: float | None = None
 
     @property
     def way_and_guesses(self) -> str:
         """The way, and whether nothing was guessed, so that its speed is that of plain decoding."""
-        return f"{self.way} (did not guess)" if self.guessed == 0 else self.way
+        way = f"{self.way}, rollback {self.rollback:g}" if self.rollback else self.way
+        return f"{way} (did not guess)" if self.guessed == 0 else way
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ def check_lossless(
     guess_tokens: int,
     speed_rounds: int,
     drafts: Collection[str] = (),
+    rollback: float = 0.0,
 ) -> None:
     """Raise ValueError if guesses cannot be measured like this; quick.
 
@@ -107,6 +108,10 @@ def check_lossless(
         )
     if type(speed_rounds) is not int or speed_rounds < 0:
         raise ValueError(f"`speed_rounds` (={speed_rounds!r}) must be a positive integer, or 0 to time nothing")
+    if not 0 <= rollback < float("inf"):
+        raise ValueError(
+            f"`rollback` (={rollback!r}) must be a loss in nats per token above 0, or 0 for exact texts alone"
+        )
     if taken := sorted({PLAIN, LOOK_UP, AGAIN} & set(drafts)):
         raise ValueError(
             f"`compare` names a draft {taken[0]!r}; every name is allowed but those of other ways of writing: {PLAIN}, "
@@ -121,6 +126,7 @@ def measure_lossless(
     *,
     guess_tokens: int = 96,
     speed_rounds: int = 3,
+    rollback: float = 0.0,
 ) -> Guessing:
     """Measure models as drafts of "baseline", and the speed of look-up and of each draft in turns with plain decoding.
 
@@ -129,6 +135,8 @@ def measure_lossless(
         guess_tokens: most tokens of each text, which ends earlier at the original's first end token. A draft reads a
             prompt only if the text may get more than half as many tokens.
         speed_rounds: rounds of timing, in each of which all ways write all texts; 0: nothing is timed.
+        rollback: if above 0, each draft also writes approximate texts, as `accelerate(model, rollback=...)` does; their
+            loss under the original stands beside that of its own texts.
 
     Raises:
         ValueError: see `check_lossless`; there is no "baseline".
@@ -136,8 +144,9 @@ def measure_lossless(
     if "baseline" not in models:
         raise ValueError(f"`models` (={list(models)}) must have a 'baseline', whose text the others guess")
     check_lossless(
-        models["baseline"], tokenizer, guess_tokens=guess_tokens, speed_rounds=speed_rounds, drafts=[*models]
-    )
+        models["baseline"], tokenizer, guess_tokens=guess_tokens, speed_rounds=speed_rounds, drafts=[*models],
+        rollback=rollback,
+    )  # fmt: skip
     half = {name: accelerate(deployed(model)) for name, model in models.items()}
     original = half.pop("baseline")
     ends = end_tokens(models["baseline"], tokenizer)
@@ -156,7 +165,7 @@ def measure_lossless(
     if speed_rounds and not why_not:
         with undisturbed(original.device):
             for kind in KINDS:
-                speeds += _speeds(kind, original, half, prompts[kind], plain[kind], speed_rounds)
+                speeds += _speeds(kind, original, half, prompts[kind], plain[kind], speed_rounds, rollback)
     return Guessing(Lossless(guess_tokens, speed_rounds, drafts, tuple(speeds), " ".join(said)))
 
 
@@ -203,38 +212,61 @@ def _speeds(
     prompts: Sequence[Tensor],
     plain: Sequence[list[int]],
     rounds: int,
+    rollback: float,
 ) -> list[GuessingSpeed]:
     """Texts of a kind, written in turns in every way."""
-    ways: dict[str, Any] = {PLAIN: None, LOOK_UP: None, **drafts, AGAIN: None}
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    ways: dict[tuple[str, float], Any] = {
+        (way, 0.0): draft for way, draft in {PLAIN: None, LOOK_UP: None, **drafts}.items()
+    }
+    ways |= {(name, rollback): draft for name, draft in drafts.items()} if rollback else {}
+    ways[AGAIN, 0.0] = None
+    seconds: dict[tuple[str, float], list[float]] = {way: [] for way in ways}
+    written: dict[tuple[str, float], list[list[int]]] = {}
     same, guessed = dict.fromkeys(ways, True), dict.fromkeys(ways, 0)
     count = sum(map(len, plain))
     try:
         for turn in range(rounds + 1):  # the first makes ready
             for way, draft in ways.items():
-                original.acceleration.draft = draft
+                original.acceleration.draft, original.acceleration.rollback = draft, way[1]
                 before, began = original.acceleration.guessed, time.perf_counter()
                 texts = [
-                    _text(original, ids, len(text), LOOKED_UP if way == LOOK_UP else None)
+                    _text(original, ids, len(text), LOOKED_UP if way[0] == LOOK_UP else None)
                     for ids, text in zip(prompts, plain, strict=True)
                 ]
                 seconds[way] += [time.perf_counter() - began] if turn else []
                 guessed[way] += original.acceleration.guessed - before if turn else 0
                 same[way] &= texts == list(plain)
+                written[way] = texts
     finally:
-        original.acceleration.draft = None
-    ratios = {way: [a / b for a, b in zip(seconds[PLAIN], own, strict=True)] for way, own in seconds.items()}
-    spread = noise.spread(ratios[AGAIN], rounds)
+        original.acceleration.draft, original.acceleration.rollback = None, 0.0
+    first = seconds[PLAIN, 0.0]
+    ratios = {way: [a / b for a, b in zip(first, own, strict=True)] for way, own in seconds.items()}
+    spread = noise.spread(ratios[AGAIN, 0.0], rounds)
+    losses = {way: text_loss(original, prompts, texts) for way, texts in written.items() if way[1]}
+    own_loss = text_loss(original, prompts, plain) if losses else None
     return [
         GuessingSpeed(
             kind,
-            way,
+            way[0],
             count / statistics.median(own),
             statistics.median(ratios[way]),
             spread,
             same[way],
-            None if way == PLAIN else guessed[way],
+            None if way[0] == PLAIN else guessed[way],
+            way[1],
+            losses.get(way),
+            own_loss if way in losses else None,
         )
         for way, own in seconds.items()
-        if way != AGAIN
+        if way[0] != AGAIN
     ]
+
+
+def text_loss(model: nn.Module, prompts: Sequence[Tensor], texts: Sequence[Sequence[int]]) -> float:
+    """The mean loss of a model on the tokens of texts behind their prompts ids [1, n], nats per token."""
+    total = 0.0
+    for ids, text in zip(prompts, texts, strict=True):
+        whole = torch.cat([ids, torch.tensor([text])], 1).to(model.device)
+        scores = model(whole[:, :-1]).logits[0, ids.shape[1] - 1 :].float().log_softmax(-1)
+        total -= float(scores[range(len(text)), list(text)].sum())
+    return total / sum(map(len, texts))

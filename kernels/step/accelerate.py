@@ -38,7 +38,10 @@ TRIED = 16  # tokens of the prompt whose logits are compared with the model's
 
 
 def accelerate(
-    model: nn.Module, dtype: torch.dtype | str | None = torch.bfloat16, draft: nn.Module | None = None
+    model: nn.Module,
+    dtype: torch.dtype | str | None = torch.bfloat16,
+    draft: nn.Module | None = None,
+    rollback: float = 0.0,
 ) -> nn.Module:
     """Make `model.generate` fast, compressed or not, in place; on a CPU also calls of the model with a cache.
 
@@ -66,15 +69,19 @@ def accelerate(
             texts that this model verifies, several in a step, on a CPU: the texts stay the same, and take less time
             where the draft guesses well. It is accelerated, too, and replaces an earlier draft; None: an earlier one
             stays. If it cannot be used with this model, there is a warning with the reason.
+        rollback: if above 0, texts are no longer those of the model: a guess of the draft stays as long as the model
+            itself loses at most so many nats on it (-log p), also where the model would choose another token.
 
     Returns:
         the model
 
     Raises:
-        ValueError: another dtype, `model` is not a model of transformers, or `draft` has another vocabulary, is the
-            model itself, or cannot guess on this device.
+        ValueError: another dtype, `model` is not a model of transformers, `rollback` is no loss, or `draft` has another
+            vocabulary, is the model itself, or cannot guess on this device.
     """
     dtype = _checked(model, dtype)
+    if not 0 <= rollback < float("inf"):
+        raise ValueError(f"`rollback` (={rollback!r}) must be a loss in nats per token above 0, or 0 for exact texts")
     if draft is not None:
         _check_draft(model, draft)
     earlier = getattr(getattr(model, ACCELERATION, None), "draft", None)
@@ -83,6 +90,8 @@ def accelerate(
     draft = earlier if draft is None else draft
     if draft is not None and (why_not := _set_draft(model, draft)):
         warnings.warn(f"the draft is not used: {why_not}", stacklevel=2)
+    if (acceleration := getattr(model, ACCELERATION, None)) is not None:
+        acceleration.rollback = rollback
     return model
 
 
@@ -192,16 +201,18 @@ class Acceleration:
         why_not_in_one_call: why single tokens run op by op; "" if they run in one call.
         why_not: why the model's own code has run since the model was changed; "" if the fast path runs.
         draft: guesses tokens of texts where `generate` is given nothing else that does; or None.
+        rollback: loss of the model up to which guesses of a draft stay; 0: only those that it chooses itself.
         guessed: number of tokens that were guessed so far in texts of this model, accepted or not.
-        paces: of each draft, by its id, how far it guesses ahead.
+        paces: of each draft, by its id and `rollback`, how far it guesses ahead.
     """
 
     model: nn.Module
     why_not_in_one_call: str = ""
     why_not: str = ""
     draft: nn.Module | None = None
+    rollback: float = 0.0
     guessed: int = 0
-    paces: dict[int, DraftPace] = field(default_factory=dict)
+    paces: dict[tuple[int, float], DraftPace] = field(default_factory=dict)
     _state: tuple[Any, ...] | None = None  # the model's `state_of` when the reader was made
     _reader: DecoderForward | None = None
     _bound: dict[int, _Bound] = field(default_factory=dict)
@@ -216,7 +227,9 @@ class Acceleration:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Acceleration":
         model = memo.get(id(self.model), self.model)
-        return Acceleration(model, self.why_not_in_one_call, draft=self.draft)  # assembled when first used
+        return Acceleration(
+            model, self.why_not_in_one_call, draft=self.draft, rollback=self.rollback
+        )  # assembled when first used
 
     def take_over(self) -> None:
         """Take the place of the model's `forward` and `generate`."""

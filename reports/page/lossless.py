@@ -20,12 +20,16 @@ def context(run: RunRecord) -> dict[str, Any]:
         drafts.append((clean(name, 60), *share, [fmt(one.lengths.get(k)) for k in lengths]))
     speeds = []
     for one in made.speeds:
-        speeds.append((clean(one.kind, 60), clean(one.way_and_guesses, 80), fmt(one.tokens_per_s, ".1f"), *_ratio(one)))
-    other = [f"{clean(one.way, 60)} of {clean(one.kind, 60)}" for one in made.speeds if one.same is False]
+        loss = "" if one.loss is None else f"{fmt(one.loss, '.3f')} and {fmt(one.plain_loss, '.3f')}"
+        about = clean(one.kind, 60), clean(one.way_and_guesses, 80), fmt(one.tokens_per_s, ".1f")
+        speeds.append((*about, *_ratio(one), loss))
+    exact = [one for one in made.speeds if not one.rollback]
+    other = [f"{clean(one.way, 60)} of {clean(one.kind, 60)}" for one in exact if one.same is False]
     return {
         "lengths": lengths,
         "drafts": drafts,
         "speeds": speeds,
+        "approximate": any(row[-1] for row in speeds),
         "new_tokens": made.new_tokens,
         "rounds": made.rounds,
         "other": listed(other) if other else "",

@@ -92,6 +92,28 @@ def test_every_way_writes_the_same_text(tiny, tokenizer, short_prompts):
 
 
 @needs_steps
+def test_approximate_texts_stand_beside_their_loss(tiny, tokenizer, short_prompts):
+    model = tiny("llama")
+    models = {"baseline": model, "near": noisy(model, 0.05)}
+    record = measure_lossless(models, tokenizer, guess_tokens=24, speed_rounds=1, rollback=50.0).record
+    rows = [one for one in record.speeds if one.kind == "editing"]
+    assert [(one.way, one.rollback) for one in rows] == [("plain", 0), ("look-up", 0), ("near", 0), ("near", 50.0)]
+    assert all(one.same and one.loss is None for one in rows[:3])
+    half = accelerate(deployed(model))
+    ids = encode_prompt(tokenizer, "w1 w2 w3 w4 w1 w2 w3")
+    text = half.generate(ids, max_new_tokens=24, do_sample=False)
+    own = half(text[:, :-1]).logits[0, ids.shape[1] - 1 :].float().log_softmax(-1)
+    wanted = -own[range(24), text[0, ids.shape[1] :]].mean()
+    assert rows[3].plain_loss == pytest.approx(float(wanted), rel=0.02) and rows[3].loss > 0
+    run = typed({"lossless": plain(record)})
+    assert run.lossless == record
+    assert sum(row[1].startswith("near, rollback 50") for row in context(run)["speeds"]) == len(KINDS)
+    assert "texts are approximate" in page({"lossless": plain(record)})
+    with pytest.raises(ValueError, match="`rollback` .=-2. must be a loss"):
+        measure_lossless(models, tokenizer, guess_tokens=24, rollback=-2)
+
+
+@needs_steps
 def test_guesses_are_counted_and_a_way_without_any_is_marked(tiny, tokenizer, short_prompts, monkeypatch):
     monkeypatch.setattr(Pace, "measured", True)
     monkeypatch.setattr(Pace, "count", lambda self, kind, *_: self._rates.setdefault(kind, [1.0, 1.0]) and 2)

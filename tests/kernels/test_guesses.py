@@ -256,6 +256,34 @@ def test_a_draft_changes_no_text(tiny, noise, samples, monkeypatch, read):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("rollback", [0.05, 3.0])
+def test_with_a_rollback_guesses_stay_on_which_the_model_loses_little(tiny, rollback, monkeypatch, read):
+    """Every token is the model's own choice, or one on which it loses at most the limit; some are of the second kind."""
+    model, draft = drafts(tiny, 0.3, monkeypatch)
+    how = HOW | {"max_new_tokens": 200, "eos_token_id": None}
+    model.lm_head.weight.data *= 15  # of a model that is surer of its tokens
+    draft.lm_head.weight.data *= 15
+    exact = accelerate(model, draft=draft).generate(IDS, **how)
+    exact_steps = sum(one is model for one in read.models)
+    read.clear()
+    text = accelerate(model, draft=draft, rollback=rollback).generate(IDS, **how)
+    steps = sum(one is model for one in read.models)
+    cache = DynamicCache(config=model.config)
+    rows = [model(IDS, past_key_values=cache, logits_to_keep=1).logits[0]]
+    rows += [model(text[:, i : i + 1], past_key_values=cache).logits[0] for i in range(IDS.shape[1], text.shape[1] - 1)]
+    scores = torch.cat(rows).float().log_softmax(-1)
+    written = text[0, IDS.shape[1] :]
+    losses = -scores[range(len(written)), written]
+    others = scores.argmax(-1) != written
+    assert (losses[others] <= rollback + 1e-3).all()
+    if rollback == 3.0:
+        assert others.any() and not torch.equal(text, exact) and steps < exact_steps
+    assert torch.equal(accelerate(model, draft=draft).generate(IDS, **how), exact), "exact again"
+    with pytest.raises(ValueError, match=r"`rollback` \(=-1\) must be a loss"):
+        accelerate(model, draft=draft, rollback=-1)
+
+
+@torch.no_grad()
 def test_a_draft_is_given_once(tiny, monkeypatch, read):
     model, draft = drafts(tiny, 0.0, monkeypatch)
     expected, alone = model.generate(IDS, **HOW), len(read)

@@ -107,7 +107,10 @@ def _guesser(
     check_vocabulary(model, draft, "assistant_model")
     if draft is model or not _verifies(draft):
         return None
-    return Draft(draft, MOST_IN_SEQUENCE - 1, model.acceleration.paces.setdefault(id(draft), DraftPace()))
+    acceleration = model.acceleration
+    rollback = acceleration.rollback if draft is acceleration.draft else 0.0
+    pace = acceleration.paces.setdefault((id(draft), rollback), DraftPace())
+    return Draft(draft, MOST_IN_SEQUENCE - 1, pace, rollback)
 
 
 def check_vocabulary(model: nn.Module, draft: nn.Module, parameter: str) -> None:
@@ -223,10 +226,14 @@ def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: Samplin
         largest = steps(torch.tensor([[known[-1], *guessed]]))
         seconds, accepted = time.perf_counter() - began, 0
         own = choice.largest and largest is not None
-        logits = None if own else steps.logits  # once for all rows, because a soft cap is computed here
+        logits = (
+            None if own and not guesser.rollback else steps.logits
+        )  # once for all rows: a soft cap is computed here
         try:
             for row in range(len(guessed) + 1):
                 chosen = largest[row] if own else choice(text.ids, logits[row : row + 1])
+                if row < len(guessed) and guesser.rollback and _loss(logits[row], guessed[row]) <= guesser.rollback:
+                    chosen = torch.full_like(chosen, guessed[row])
                 known.append(int(text.append(chosen, choice.scores)))
                 if not text.continues or row == len(guessed) or known[-1] != guessed[row]:
                     break
@@ -236,6 +243,11 @@ def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: Samplin
         guesser.note(accepted, seconds)
         count += len(guessed)
     return count
+
+
+def _loss(logits: Tensor, token: int) -> float:
+    """The loss of a token with these logits [vocabulary], in nats."""
+    return float(logits.logsumexp(0) - logits[token])
 
 
 def _steps(

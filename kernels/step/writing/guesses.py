@@ -7,6 +7,10 @@ Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding. A guess is accepted 
 by its own random numbers where it samples. For a guess that is not drawn at random, this is their rule: it is accepted
 with its probability under the model, and otherwise the token is drawn from the rest of the distribution. A draft draws
 with the random numbers that the model will use, so that similar distributions give the same token.
+
+With a `rollback`, texts are approximate: Kim et al., Speculative Decoding with Big Little Decoder, arXiv:2302.07863.
+A guess stays while the large model's loss on it is small. Deviation: where the small model stops and hands over follows
+from the measured gain of another guess (`DraftPace`), and not from a threshold of its probability.
 """
 
 import statistics
@@ -42,7 +46,9 @@ RETRY = 32  # a kind of guess that does not gain is tried again after being left
 
 
 class Guesser(Protocol):
-    """Guesses how a text goes on."""
+    """Guesses how a text goes on. rollback: the model's loss up to which a guess stays; 0: if the model chooses it."""
+
+    rollback: float
 
     def guess(self, text: Sequence[int], most: int, choice: SamplingChoice) -> list[int]:
         """Tokens that may follow the text, by this choice: up to `most`, and fewer than a step takes. The text has
@@ -123,6 +129,8 @@ class PromptLookup:
     Args:
         most: tokens of a guess. longest: tokens of the longest n-gram that is looked up, before shorter ones are.
     """
+
+    rollback = 0.0
 
     def __init__(self, most: int, longest: int | None = None) -> None:
         self.longest = longest or LONGEST
@@ -232,10 +240,11 @@ class Draft:
 
     Args:
         model: accelerated on a CPU, with the vocabulary of the model that verifies. most: tokens of a guess. pace: of
-            all texts of these two models.
+            all texts of these two models. rollback: as of a `Guesser`.
     """
 
-    def __init__(self, model: nn.Module, most: int, pace: DraftPace) -> None:
+    def __init__(self, model: nn.Module, most: int, pace: DraftPace, rollback: float = 0.0) -> None:
+        self.rollback = rollback
         self._model, self._most, self._pace, self._steps = model, most, pace, None
         self._cache = DynamicCache(config=model.config)
         self._read, self._seconds = 0, 0.0  # positions in the cache; of the last guess
