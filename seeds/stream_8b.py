@@ -175,12 +175,11 @@ def decode(arguments: argparse.Namespace) -> dict:
     weights = "disk" if arguments.max_memory else "memory"
     model, _ = load_model(str(arguments.folder), dtype="bfloat16", weights=weights)
     parts = offloaded_parts(model)
+    found = _prediction(parts, arguments.max_memory) if parts else {}
     held = in_window(model, arguments.max_memory, cached=False) if parts else nullcontext()
     ids = torch.arange(arguments.prompt)[None] * 7919 % VOCABULARY
-    found, tokens, seconds, waited = {}, [], [], []
+    tokens, seconds, waited = [], [], []
     with torch.no_grad(), held as window:
-        if window:
-            found = _prediction(parts, window)
         cache = DynamicCache(config=model.config)
         for _ in range(arguments.tokens + 1):  # the first pass reads the prompt
             before, start = window.waited_s if window else 0.0, time.perf_counter()
@@ -202,23 +201,30 @@ def decode(arguments: argparse.Namespace) -> dict:
     }
 
 
-def _prediction(parts, window) -> dict:
+def _prediction(parts, memory: str) -> dict:
     """The seconds of a pass: what is read at the disk's rate, or the products of all blocks at the rate of one of them,
     whichever is longer; both measured before."""
+    from compress.walk.window import plan_window
+    from kernels.support.units import bytes_of
+
+    window = plan_window({name: part.nbytes for name, part in parts.items() if not part.is_table}, bytes_of(memory))
+    if not window.streamed:
+        raise SystemExit("all weights fit into --max-memory: nothing is read while the model decodes")
     spread = window.streamed[:: max(len(window.streamed) // 4, 1)]
     start = time.perf_counter()
     for name in spread:
         for tensor in parts[name].where.values():
             tensor.read(cached=False)
     rate = sum(parts[name].nbytes for name in spread) / (time.perf_counter() - start)
-    name = next(name for name in window.held if parts[name].nbytes > 1e8)
-    linears = [m for m in parts[name].module.modules() if isinstance(m, torch.nn.Linear)]
-    inputs, times = [torch.randn(1, 1, m.in_features, dtype=torch.bfloat16) for m in linears], []
-    for _ in range(5):
-        start = time.perf_counter()
-        for linear, x in zip(linears, inputs, strict=True):
-            linear(x)
-        times.append(time.perf_counter() - start)
+    name, times = window.streamed[0], []
+    with torch.no_grad(), parts[name].loaded(parts[name].home):
+        linears = [m for m in parts[name].module.modules() if isinstance(m, torch.nn.Linear)]
+        inputs = [torch.randn(1, 1, m.in_features, dtype=torch.bfloat16) for m in linears]
+        for _ in range(5):
+            start = time.perf_counter()
+            for linear, x in zip(linears, inputs, strict=True):
+                linear(x)
+            times.append(time.perf_counter() - start)
     computing = sorted(times)[2] * (window.held_bytes + window.streamed_bytes) / parts[name].nbytes
     return {
         "held_bytes": window.held_bytes,

@@ -54,7 +54,7 @@ class Batches(list[Tensor]):
                 f"`tokens` (={tokens}) are more than neighbouring windows hold that are not among the "
                 f"{self.identity['samples']} of the calibration: fewer `samples`, or another corpus"
             )
-        chosen = runs[:: max(len(runs) // count, 1)][:count]
+        chosen = [runs[i * len(runs) // count] for i in range(count)] if len(runs) > count else runs
         made = [_windows(ids[run[0] * step :], prefix, tokens - len(prefix), [0])[0] for run in chosen]
         gone = {number for run in chosen for number in run}
         return made, self._with([number for number in self.left if number not in gone])

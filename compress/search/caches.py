@@ -34,7 +34,7 @@ STANDARD_CACHES = (
     "float8: kv_fp8; 8 bits: kv_int(bits=8); 4 bits: kv_int(bits=4, rotate_keys=True); "
     "4 bits of half: kvzip(budget=0.5, piece=256), kv_int(bits=4, rotate_keys=True)"  # short pieces need little room
 )
-SCORED = 32  # tokens behind each context on which predictions are compared
+SCORED = 128  # tokens behind each context on which predictions are compared
 
 # A model, its caches by name, and a number of tokens: {name: tokens per second of decoding behind so many tokens}.
 CacheTimer = Callable[[PreTrainedModel, Mapping[str, Sequence[CacheMethod]], int], Mapping[str, float]]
@@ -57,10 +57,19 @@ class CacheChoices:
                 f"`context` (={self.context}) and {SCORED} tokens behind it need {self.context + SCORED} positions; "
                 f"the model has {most}"
             )
-        for methods in self.methods.values():
-            check_attach(model, methods)
+        for name, methods in self.methods.items():
+            try:
+                check_attach(model, methods)
+                for method in methods:
+                    method.check(model)
+            except ValueError as error:
+                raise ValueError(f"`caches` ({name}): {error}") from error
         if timed:
-            check_timed_model(model)
+            try:
+                check_timed_model(model)
+            except ValueError as error:
+                said = str(error).partition("; leave out")[0]
+                raise ValueError(f"{said}; leave out the limit of speed, or `context`") from error
 
 
 def cache_choices(caches: str = STANDARD, *, context: int, batch: int = 1) -> CacheChoices | None:

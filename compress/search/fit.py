@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from compress.allocation.budget import bytes_beside
+from compress.allocation.budget import bytes_beside, megabytes
 from compress.allocation.predictions import divergence
 from compress.apply import apply
 from compress.inputs.calibration import Batches
@@ -113,7 +113,8 @@ def fit(
     and the head, is made as well if it may be as good, and wins if it is better.
 
     With `caches`, the cache of sequences of a given length counts among the bytes, and its method is chosen together
-    with those of the weights. Speeds of decoding are those behind this context, and the divergence is measured on the
+    with those of the weights. Speeds of decoding are those behind this context (prompts are timed as without `caches`,
+    short and with the full cache), and the divergence is measured on the
     tokens behind it, with the compressed weights and the chosen cache together.
 
     Args:
@@ -127,7 +128,7 @@ def fit(
         drops: parts of blocks that may be left out, too: "attention", "mlp", "attention, mlp", or "" for none.
         caches: of `cache_choices`; None: the cache is not counted.
         cache_timer: times caches behind a context; needed with `caches` if a speed is limited or optimised.
-        device, work_path: as for `apply`. Measured losses and times are kept in the user's cache folder.
+        device, work_path: as for `apply`. Measured losses and times of weights are kept in the user's cache folder.
 
     Raises:
         ValueError: before any work, if the model or a choice cannot be handled; after the measurements, if no choices
@@ -147,14 +148,31 @@ def fit(
         plan([*dropping(kinds), method, training], model, batches, device=device)
     texts = None
     if caches:
+        if "attention" in kinds:
+            raise ValueError(
+                f"`drops` (={drops!r}) and `context` (={caches.context}): a dropped attention layer keeps no cache, "
+                "which the sizes and times of caches do not know; leave out one of them, or take drops=mlp"
+            )
         caches.check(model, wishes.timed)
         texts, batches = _texts_of(batches, caches)
     times = _times(model, method, wishes, timer, {"batches": batches, "kinds": kinds, "device": device})
     if times and not kinds and not caches:  # which may make a model faster than any with one choice
         _check_speeds(method, model, wishes, times)
     held = Caches.measure(model, caches, texts, cache_timer if times else None) if caches and texts else None
+    if held and wishes.max_bytes and not kinds:
+        _check_bytes(method.smallest_size(model), held, wishes.max_bytes)
     library = measure_library(model, batches, method, device=device, kinds=kinds)
     return _Search(model, batches, wishes, library, times, timer, training, held, how).run()
+
+
+def _check_bytes(weights: int, held: Caches, most: float) -> None:
+    """Raise ValueError if the smallest weights and the smallest cache take more bytes."""
+    cache = min(costs.bytes for costs in held.costs.values())
+    if weights + cache > most:
+        raise ValueError(
+            f"`max_bytes` (={most:.0f}) cannot be kept: with the smallest of `choices` the whole model takes "
+            f"{megabytes(weights)}, and the smallest of `caches` {megabytes(cache)}"
+        )
 
 
 def _texts_of(batches: Sequence[Tensor], caches: CacheChoices) -> tuple[list[Tensor], Batches]:

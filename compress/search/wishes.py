@@ -11,7 +11,8 @@ class Wishes:
     """Limits of a compressed model; what has no limit is optimised, in the order divergence, bytes, decoding.
 
     Attributes:
-        max_bytes: of the whole stored model, with the weights that stay in 16 bits.
+        max_bytes: of the whole stored model, with the weights that stay in 16 bits; and of its cache, if `fit` has
+            choices for it.
         min_decode, min_prefill: tokens per second of one sequence, or with `times` multiples of the original's.
         max_kl: divergence from the original model, nats per token.
         times: are the two speeds multiples of the original's, in 16 bits on the same machine?

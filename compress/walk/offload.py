@@ -130,6 +130,19 @@ class Offloaded:
             self._depth = depth + 1  # a pass that was left in the middle did not count itself out
             self._unload()
 
+    def let_go(self, written: bool = True) -> None:
+        """Free the memory of a part that a pass, which was left in the middle, did not give back. written: changed
+        weights are written; else they are forgotten."""
+        if not self._depth:
+            return
+        self._depth = 1
+        if written:
+            self._unload()
+            return
+        self._depth = 0
+        self._give_back()
+        self._as_loaded, self._meta = {}, {}
+
     @property
     def nbytes(self) -> int:
         """Bytes that the state takes on disk."""
@@ -154,7 +167,11 @@ class Offloaded:
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self._depth or not self.is_table or not args:
-            self._load(self.home)
+            try:
+                self._load(self.home)
+            except BaseException:  # an interrupt, too, after which torch calls no further hook
+                self.let_go(written=False)
+                raise
             return None
         if args[0].is_meta:
             raise ValueError(

@@ -46,6 +46,11 @@ class OnDisk:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    def stored_nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.stored.itemsize
+
+    @property
     def place(self) -> tuple[Path, int]:
         """The place of the tensor's bytes, which is the same for tensors that share them."""
         return self.source.path, self.start

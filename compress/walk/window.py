@@ -75,7 +75,10 @@ def in_window(
     parts = {name: part for name, part in offloaded_parts(model).items() if not part.is_table}
     if not parts:
         raise ValueError("`model` is in memory; a window is for models of load_model(..., weights='disk')")
-    window = plan_window({name: part.nbytes for name, part in parts.items()}, most, parameter)
+    cast = [t.stored_nbytes for part in parts.values() for t in part.where.values() if t.stored != t.dtype]
+    casting = max(cast, default=0)  # a tensor in another dtype is in memory twice while it is read
+    window = plan_window({name: part.nbytes for name, part in parts.items()}, most - casting, parameter)
+    window.peak_bytes += casting
     with ExitStack() as stack, ThreadPoolExecutor(1, "read-ahead") as reader:
         for name in window.held:
             stack.enter_context(parts[name].loaded(parts[name].home))
@@ -89,6 +92,7 @@ def in_window(
         finally:
             for part in ring.values():
                 part.ahead = None
+                part.let_go()
             for future in window._next.values():
                 future.cancel()
             window._next.clear()
@@ -127,7 +131,8 @@ class _Ahead:
     def __init__(
         self, name: str, ring: dict[str, Offloaded], window: Window, reader: ThreadPoolExecutor, cached: bool
     ) -> None:
-        self._name, self._part, self._window, self._reader, self._cached = name, ring[name], window, reader, cached
+        self._name, self._ring, self._part = name, ring, ring[name]
+        self._window, self._reader, self._cached = window, reader, cached
         names = list(ring)
         self._after = ring[names[(names.index(name) + 1) % len(names)]]
 
@@ -147,7 +152,10 @@ class _Ahead:
     def __call__(self) -> Mapping[str, Tensor]:
         start = time.perf_counter()
         for name in [name for name in self._window._next if name != self._name]:
-            self._window._next.pop(name).cancel()  # a pass that was left in the middle: what it wanted next
+            self._window._next.pop(name).cancel()  # a pass was left in the middle: what it wanted next
+        for other in self._ring.values():
+            if other is not self._part:  # what such a pass did not give back
+                other.let_go()
         self.begin()
         state = self._window._next.pop(self._name).result()
         self._window.waited_s += time.perf_counter() - start

@@ -1,6 +1,7 @@
 """Compressed models as drafts of their original: how many of its tokens they guess, and how fast it writes by guesses.
 
-The original verifies every guess, so that its texts stay the same (`kernels.step.writing`). How often a draft is right
+The original verifies every guess, so that its texts stay the same (`kernels.step.writing`); with a `rollback` they are
+approximate, and their loss stands beside. How often a draft is right
 follows from the original's greedy text alone: a draft guesses behind the original's own tokens, whatever it guessed
 before.
 """
@@ -69,14 +70,16 @@ class Guessing:
         )
         timed = "".join(
             f"<tr><th style='text-align:left'>{escape(one.kind)}, {escape(one.way_and_guesses)}</th><td>"
-            f"{fmt(one.tokens_per_s, '.1f')}</td><td>{fmt(one.ratio)}</td><td>{'yes' if one.same else 'no'}</td></tr>"
+            f"{fmt(one.tokens_per_s, '.1f')}</td><td>{fmt(one.ratio)}</td><td>{'yes' if one.same else 'no'}</td>"
+            f"<td>{'' if one.loss is None else f'{one.loss:.3f}, plain {one.plain_loss:.3f}'}</td></tr>"
             for one in self.record.speeds
         )
         heads = "".join(f"<th>of {k}</th>" for k in LENGTHS)
         return (
             f"<table><tr><th>draft</th><th>tokens guessed, %</th>{heads}</tr>{guessed}</table>"
             "<p><small>Of the original's greedy tokens; then the mean number of accepted guesses per step.</small></p>"
-            f"<table><tr><th>text</th><th>tokens/s</th><th>× plain</th><th>same text</th></tr>{timed}</table>"
+            "<table><tr><th>text</th><th>tokens/s</th><th>× plain</th><th>same text</th><th>loss</th></tr>"
+            f"{timed}</table>"
             f"<p>{escape(self.record.why_not)}</p>"
         )
 
@@ -112,6 +115,8 @@ def check_lossless(
         raise ValueError(
             f"`rollback` (={rollback!r}) must be a loss in nats per token above 0, or 0 for exact texts alone"
         )
+    if rollback and not speed_rounds:
+        raise ValueError(f"`rollback` (={rollback:g}) needs `speed_rounds`, in which approximate texts are written")
     if taken := sorted({PLAIN, LOOK_UP, AGAIN} & set(drafts)):
         raise ValueError(
             f"`compare` names a draft {taken[0]!r}; every name is allowed but those of other ways of writing: {PLAIN}, "

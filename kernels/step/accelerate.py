@@ -70,7 +70,8 @@ def accelerate(
             where the draft guesses well. It is accelerated, too, and replaces an earlier draft; None: an earlier one
             stays. If it cannot be used with this model, there is a warning with the reason.
         rollback: if above 0, texts are no longer those of the model: a guess of the draft stays as long as the model
-            itself loses at most so many nats on it (-log p), also where the model would choose another token.
+            itself loses at most so many nats on it (-log p), also where the model would choose another token. It counts
+            for the draft that is given here or was given before, and for no other guesses; a call without it sets 0.
 
     Returns:
         the model

@@ -21,7 +21,7 @@ from compress.kv.timed import FilledCache, check_timed, check_timed_model
 from compress.method import Method, settle
 from compress.plan import check_recipe
 from compress.recipe import parse_recipe, parse_recipes
-from compress.search.caches import CacheTimer
+from compress.search.caches import CacheTimer, in_16_bits
 from compress.walk.identity import code_sha256, tokens_sha256, weights_sha256
 from eval.contexts.answers import LongContextScores
 from eval.contexts.haystack import NOISE, ContextSample, samples
@@ -33,7 +33,6 @@ from eval.record.measured import CacheMeasurements
 from eval.record.reading import read_json
 from eval.record.speed import CacheSpeed
 from eval.speed.cache_speed import FULL, measure_cache_speed
-from kernels.support.deploy import deployed
 from kernels.support.errors import check_positive
 from notebooks.study.strengths import recipes_at
 
@@ -266,13 +265,13 @@ def _in_turns(
     model: nn.Module, recipes: Mapping[str, Sequence[Method]], contexts: Sequence[int], *, new_tokens: int, rounds: int
 ) -> CacheSpeed:
     """`eval.speed.cache_speed.measure_cache_speed` of these recipes and the full cache, on a 16-bit copy."""
-    copy, capacity = deployed(model), max(contexts)
+    capacity = max(contexts)
 
     def make(methods: Sequence[Method]) -> Callable[[], FilledCache]:
         return lambda: FilledCache(copy, capacity, *parts(methods))
 
     variants = {FULL: make([]), **{name: make(methods) for name, methods in recipes.items()}}
-    with attached(copy):
+    with in_16_bits(model) as copy:
         return measure_cache_speed(copy, variants, contexts, new_tokens=new_tokens, rounds=rounds)
 
 

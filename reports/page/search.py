@@ -78,6 +78,8 @@ def _wishes(run: RunRecord, made: SearchRecord) -> list[WishRow]:
             decoding = f"decoding behind {made.caches.context:,} tokens, tokens/s"
             about = {"most": False, "close": CLOSE}
             rows.append(as_row(decoding, made.min_decode, point.decode, kept.decode, whole, **about))
+            if point.prefill and kept.prefill:
+                rows.append(as_row("prompts, tokens/s", made.min_prefill, point.prefill, kept.prefill, whole, **about))
         return rows
     for corpus in run.corpora:
         got = score("compressed", f"kl_{corpus}")
@@ -181,7 +183,7 @@ def _front(made: SearchRecord) -> str:
     return plots.against(
         {"": lines},
         key="search",
-        x_label="megabytes of the whole model",
+        x_label=f"megabytes of the whole model{' and its cache' if made.caches else ''}",
         y_label="divergence, nats per token",
         summary="Least predicted divergence against the model's size, log scale, and the model that was made.",
     )

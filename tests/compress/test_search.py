@@ -31,6 +31,7 @@ from compress.walk.walk import stored_as
 from compress.weights.mixed import windows
 from eval.machine.size import size
 from eval.record.rows import typed
+from notebooks.study.caches import cache_timer
 from reports.page import search
 
 BLOCKS = "rtn(bits={2, 4, 8}, group_size=16)"
@@ -540,7 +541,7 @@ def test_the_cache_is_chosen_with_the_weights(written):
     smallest = bytes_beside(apply("rtn(bits=3, group_size=16)", sharing_copy(model)).model, {})
     about = {"method": chooser(choices), "caches": held}
     every = fit(model, batches, Wishes(max_bytes=1e9), **about).record.caches
-    assert every.chosen == "full" and every.loss["full"] == 0 < every.loss["8 bits"] < every.loss["half"]
+    assert every.chosen == "full" and every.loss["full"] == 0 <= every.loss["8 bits"] < every.loss["half"]
     heads, channels = model.config.num_key_value_heads, model.config.hidden_size // model.config.num_attention_heads
     plain = 40 * model.config.num_hidden_layers * 150 * heads * channels * 2 * 2
     assert plain <= every.bytes["full"] < 2 * plain and every.bytes["half"] < 0.8 * every.bytes["full"]
@@ -595,14 +596,28 @@ def test_wrong_caches_are_refused(caches, asked, said):
         cache_choices(caches, **asked)
 
 
-def test_a_context_that_does_not_fit_is_refused_before_the_work(written, model, batches, monkeypatch):
+def test_a_context_that_does_not_fit_is_refused_before_the_work(written, monkeypatch):
     monkeypatch.setattr("compress.search.fit.measure_library", None)
-    choices, wishes = cache_choices(CACHES, context=1 << 20), Wishes(max_bytes=1e9)
+    choices, small = (cache_choices(CACHES, context=context) for context in (1 << 20, 50))
+    wishes = Wishes(max_bytes=1e9)
     with pytest.raises(ValueError, match=r"`context` \(=1048576\)"):
         fit(written[0], written[1], wishes, method=chooser(), caches=choices)
     with pytest.raises(ValueError, match="`batches` must come from `calibration`"):
-        fit(model, batches, wishes, method=chooser(), caches=cache_choices(CACHES, context=50))
+        fit(written[0], list(written[1]), wishes, method=chooser(), caches=small)
     assert cache_choices(CACHES, context=0) is None
+    with pytest.raises(ValueError, match=r"`drops` \(='mlp, attention'\) and `context` \(=50\)"):
+        fit(written[0], written[1], wishes, method=chooser(), caches=small, drops="mlp, attention")
+    with pytest.raises(ValueError, match="the smallest of `caches` "):
+        least = bytes_beside(apply("rtn(bits=2, group_size=16)", sharing_copy(written[0])).model, {})
+        fit(written[0], written[1], Wishes(max_bytes=least + 10), method=chooser(), caches=small)
+
+
+def test_real_caches_are_timed_behind_the_context(written):
+    timed = cache_timer(1, new_tokens=2)
+    rates = timed(written[0], cache_choices(CACHES, context=150).methods, 150)
+    assert list(rates) == ["full", "8 bits", "half"] and min(rates.values()) > 0
+    with pytest.raises(ValueError, match=r"`search_rounds` \(=0\)"):
+        cache_timer(0)
 
 
 def test_the_page_shows_what_was_asked_predicted_and_measured(model, batches):

@@ -60,20 +60,41 @@ def test_everything_stays_where_it_fits(model, tokens):
         assert torch.equal(written(model, tokens(1, 10)), expected) and window.read_bytes == 0
 
 
-def test_a_pass_that_ends_in_the_middle_spoils_nothing(model, tokens):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+@pytest.mark.parametrize("where", ["computing", "waiting", "reading"])
+def test_a_pass_that_ends_in_the_middle_spoils_nothing(where, error, model, tokens, monkeypatch):
     expected = written(model, tokens(1, 10))
     put_on_disk(model)
-    sizes = sizes_of(model)
+    sizes, parts = sizes_of(model), offloaded_parts(model)
 
-    def stop(module, args):
-        raise KeyboardInterrupt
+    def stop(*_):
+        raise error
 
-    with in_window(model, 2 * max(sizes.values()) + sizes["lm_head"] + 2000):
-        hook = model.model.layers[3].register_forward_pre_hook(stop)
-        with pytest.raises(KeyboardInterrupt):
-            written(model, tokens(1, 10))
-        hook.remove()
+    def stops_at(number, patch):
+        if where == "computing":
+            patch.setattr(model.model.layers[number].mlp, "forward", stop)
+            return
+        method = {"reading": "_read", "waiting": "__call__"}[where]
+        own = getattr(_Ahead, method)
+
+        def called(self, *given):
+            return stop() if self._name == f"model.layers.{number}" else own(self, *given)
+
+        patch.setattr(_Ahead, method, called)
+
+    with in_window(model, 2 * max(sizes.values()) + sizes["lm_head"] + 2000) as window:
+        for number in (1, 3, 5):
+            with monkeypatch.context() as patch, pytest.raises(error):
+                stops_at(number, patch)
+                written(model, tokens(1, 10))
         assert torch.equal(written(model, tokens(1, 10)), expected)
+        loaded = sum(sizes[name] for name, part in parts.items() if part._depth and name in sizes)
+        assert loaded == window.held_bytes, "nothing is left behind"
+        with monkeypatch.context() as patch, pytest.raises(error):
+            patch.setattr(model.model.norm, "forward", stop)
+            written(model, tokens(1, 10))
+    assert not any(part._depth for part in parts.values())
+    assert torch.equal(written(model, tokens(1, 10)), expected)
 
 
 @pytest.mark.parametrize("recipe", ["gptq(bits=4, group_size=16)", "sparsegpt(ratio=0.5)"])

@@ -278,6 +278,10 @@ def test_with_a_rollback_guesses_stay_on_which_the_model_loses_little(tiny, roll
     assert (losses[others] <= rollback + 1e-3).all()
     if rollback == 3.0:
         assert others.any() and not torch.equal(text, exact) and steps < exact_steps
+    how |= {"min_new_tokens": 30, "eos_token_id": exact[0, -8:].tolist(), "suppress_tokens": exact[0, -20:-16].tolist()}
+    text = accelerate(model, draft=draft, rollback=1e9).generate(IDS, **how)[0, IDS.shape[1] :].tolist()
+    assert set(text[:29]).isdisjoint(how["eos_token_id"]) and set(text).isdisjoint(how["suppress_tokens"]), "forbidden"
+    how = HOW | {"max_new_tokens": 200, "eos_token_id": None}
     assert torch.equal(accelerate(model, draft=draft).generate(IDS, **how), exact), "exact again"
     with pytest.raises(ValueError, match=r"`rollback` \(=-1\) must be a loss"):
         accelerate(model, draft=draft, rollback=-1)

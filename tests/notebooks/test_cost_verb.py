@@ -175,7 +175,7 @@ def test_what_a_disk_gives_of_weights_that_do_not_fit(capsys):
     block, head = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336 + 2) * 2, 128256 * 4096 * 2  # bytes
     away = 32 - (6_000_000_000 - head - 2 * block) // block
     assert rows["16 bits"][0] == f"{away * block / 1e6:,.1f} MB"
-    assert rows["16 bits"][1] == "5.02e+03 ms" and rows["16 bits"][-1] == "disk"
+    assert rows["16 bits"][1] == "5.02 s" and rows["16 bits"][-1] == "disk"
     assert rows["gptq(bits=4)"][0] == "0.0 MB" and rows["gptq(bits=4)"][-1] == "memory"
     assert "a step of 1 x 1 token" in said
 
@@ -183,6 +183,7 @@ def test_what_a_disk_gives_of_weights_that_do_not_fit(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--disk", "2GB", "--memory", "1GB", "--cache", "kv_int"], "`--cache` does not matter with `--disk`"),
         (["--disk", "2GB"], "`--disk` (='2GB') needs `--memory`"),
         (["--disk", "2GB", "--memory", "1000"], "`--memory` (=1000 bytes) does not hold two"),
         (["--context", "0"], "`--context` (=0) must be 1 or more"),

@@ -8,7 +8,8 @@ token, as transformers calls them. A request that this loop does not know runs i
 With prompt look-up (`prompt_lookup_num_tokens`) or a draft (`assistant_model`, or that of `accelerate`), a step
 verifies several guessed tokens of one sequence where it gains time. Its logits are those of steps of one token, bit by
 bit, and a guess is kept only if the same token is then chosen from them, with the same random numbers: the text is the
-one that is written without guesses.
+one that is written without guesses. With a `rollback` of `accelerate`, guesses of its draft also stay where the model
+loses little on them, so that its texts are approximate.
 """
 
 import copy
@@ -232,8 +233,9 @@ def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: Samplin
         try:
             for row in range(len(guessed) + 1):
                 chosen = largest[row] if own else choice(text.ids, logits[row : row + 1])
-                if row < len(guessed) and guesser.rollback and _loss(logits[row], guessed[row]) <= guesser.rollback:
-                    chosen = torch.full_like(chosen, guessed[row])
+                if guesser.rollback and row < len(guessed) and int(chosen) != guessed[row]:
+                    loss = choice.loss(text.ids, logits[row : row + 1], guessed[row])
+                    chosen = torch.full_like(chosen, guessed[row]) if loss <= guesser.rollback else chosen
                 known.append(int(text.append(chosen, choice.scores)))
                 if not text.continues or row == len(guessed) or known[-1] != guessed[row]:
                     break
@@ -243,11 +245,6 @@ def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: Samplin
         guesser.note(accepted, seconds)
         count += len(guessed)
     return count
-
-
-def _loss(logits: Tensor, token: int) -> float:
-    """The loss of a token with these logits [vocabulary], in nats."""
-    return float(logits.logsumexp(0) - logits[token])
 
 
 def _steps(

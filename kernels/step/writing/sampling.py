@@ -60,6 +60,12 @@ class SamplingChoice:
             self.scores += (scores.clone(),)
         return self.drawn_from(scores) if self.samples else scores.argmax(-1)
 
+    def loss(self, ids: Tensor, logits: Tensor, token: int) -> float:
+        """The loss of a token of one sequence in nats, infinite for one that the processors do not allow; arguments as
+        of a call."""
+        scores = self.processors(ids, logits.clone()) if self.processors else logits
+        return float(scores[0].logsumexp(0) - scores[0, token])
+
     def drawn_from(self, scores: Tensor) -> Tensor:
         """Tokens drawn from scores [batch, vocabulary] after the warpers, int64 [batch]."""
         left, indices = warped(scores, self.warpers)

@@ -80,6 +80,11 @@ def chat(options: argparse.Namespace) -> int:
     return 0
 
 
+def _rate(rate: float) -> str:
+    """Tokens per second; slow ones with a decimal."""
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+
+
 @dataclass
 class _Writer:
     """A model that answers, accelerated, or with some weights on disk; turns: the conversation so far."""
@@ -108,7 +113,17 @@ class _Writer:
         _note(f"{name} is loaded")
         disable_progress_bar()
         weights = "disk" if options.max_memory else "memory"
-        model, tokenizer = load_model(name, dtype="bfloat16", device=options.device, weights=weights)
+        try:
+            model, tokenizer = load_model(name, dtype="bfloat16", device=options.device, weights=weights)
+        except ValueError as error:
+            if options.max_memory and "weights='memory'" in str(error):
+                said = (
+                    str(error)
+                    .replace("`weights` (='disk')", "`--max-memory`")
+                    .replace("weights='memory'", "without it")
+                )
+                raise ValueError(said) from error
+            raise
         held = ExitStack()
         if options.max_memory:
             window = held.enter_context(in_window(model, options.max_memory, parameter="--max-memory"))
@@ -141,7 +156,7 @@ class _Writer:
         self.tokens = ids.shape[1] - inputs["input_ids"].shape[1]
         text = self.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         self.turns.append({"role": "assistant", "content": text})
-        self.said = f"{self.tokens} tokens, {self.tokens / self.seconds:,.0f} a second with the prompt"
+        self.said = f"{self.tokens} tokens, {_rate(self.tokens / self.seconds)} a second with the prompt"
         return text
 
     def _inputs(self) -> dict[str, Any]:

@@ -73,6 +73,8 @@ def cost(options: argparse.Namespace) -> int:
     memory, disk = bytes_of(options.memory, "--memory"), bytes_of(options.disk, "--disk")
     if disk and not memory:
         raise ValueError(f"`--disk` (={options.disk!r}) needs `--memory`, the bytes of weights that stay in it")
+    if disk and options.cache:
+        raise ValueError("`--cache` does not matter with `--disk`, which holds weights in `--memory`; leave it out")
     _check(options)
     from compress.embedding import stored_specs
     from compress.search.caches import STANDARD_CACHES
@@ -182,7 +184,8 @@ def _rows_of_disk(stored: Mapping[str, Any], memory: int, disk: int, *, batch: i
         seconds = window.seconds(disk, row.predicted_s)
         bound = "disk" if seconds > row.predicted_s else row.bound
         sizes = f"{window.held_bytes / 1e6:,.1f} MB", f"{window.streamed_bytes / 1e6:,.1f} MB"
-        rows.append((name, *sizes, f"{seconds * 1e3:,.3g} ms", f"{row.batch / seconds:,.3g}", bound))
+        time = f"{seconds:,.3g} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"
+        rows.append((name, *sizes, time, f"{row.batch / seconds:,.3g}", bound))
     return rows
 
 
