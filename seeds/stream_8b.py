@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import resource
+import shlex
 import sys
 import time
 from dataclasses import asdict
@@ -188,7 +189,7 @@ def decode(arguments: argparse.Namespace) -> dict:
             waited.append(round(window.waited_s - before, 2) if window else 0.0)
             tokens.append(ids.item())
     return {
-        "command": "python seeds/stream_8b.py " + " ".join(sys.argv[1:]).replace(str(arguments.folder), "FOLDER"),
+        "run": {"command": shlex.join(["python", "seeds/stream_8b.py", *_said(arguments)])},
         "threads": torch.get_num_threads(),
         "address_space_limit_bytes": limit,
         "resident_peak_bytes": _status("VmHWM"),
@@ -199,6 +200,12 @@ def decode(arguments: argparse.Namespace) -> dict:
         "median_s": sorted(seconds[1:])[len(seconds[1:]) // 2],
         "tokens": tokens,
     }
+
+
+def _said(arguments: argparse.Namespace) -> list[str]:
+    """The command line, with other names of the folder and the record."""
+    names = {str(arguments.folder): "FOLDER", str(arguments.record): "decode.json"}
+    return [names.get(part, part) for part in sys.argv[1:]]
 
 
 def _prediction(parts, memory: str) -> dict:
