@@ -46,7 +46,8 @@ def test_a_model_on_disk_writes_what_it_writes_in_memory(blocks, model, tokens, 
         assert window.peak_bytes <= most and max(size for _, size in seen) <= window.peak_bytes
     order = [name for name, _ in seen]
     away = list(window.streamed)
-    assert len(away) >= LAYERS - blocks + 1 and order == (away * 7)[: len(order)] and len(order) == 6 * len(away) + 1
+    assert len(away) >= LAYERS - blocks + 1 and order == (away * 7)[: len(order)]
+    assert len(order) - 6 * len(away) in (0, 1), "the first read of a seventh pass may be called off"
     assert window.read_bytes == sum(sizes[name] for name in order) and set(away).isdisjoint(window.held)
     assert all(part.ahead is None and not part._depth for part in parts.values()), "as before"
     assert torch.equal(written(model, prompts), expected)
