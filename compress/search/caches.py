@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -118,6 +119,9 @@ class Caches:
     ) -> "Caches":
         """Measure all of them; texts: as for `measure_caches`. timer: None if no speed matters."""
         rates = timer(model, asked.methods, asked.context) if timer else None
+        for name, rate in (rates or {}).items():
+            if not 0 < rate < float("inf"):
+                raise ValueError(f"`cache_timer` gave {rate} for {name}, which is no number of tokens per second")
         return cls(asked, texts, measure_caches(model, asked, texts, rates), rates, timer)
 
     def times(self, times: Times | None) -> Times | None:
@@ -144,12 +148,7 @@ class Caches:
 
     def attach(self, result: Result, name: str) -> Result:
         """The result with this cache attached to its model."""
-        if not (methods := self.asked.methods[name]):
-            return result
-        attach(result.model, methods)
-        notes = [remark for method in methods for remark in method.remarks(result.model.device)]
-        recipe, asked = [*result.recipe, *methods], [*result.asked, *methods]
-        return replace(result, recipe=recipe, asked=asked, notes=[*result.notes, *notes])
+        return with_cache(result, self.asked.methods[name])
 
     def record(self, chosen: str) -> SearchCaches:
         """For the record of a search."""
@@ -164,6 +163,16 @@ class Caches:
             loss={name: costs.loss for name, costs in self.costs.items()},
             decode_ratio={} if self.rates is None else {n: rate / self.rates[FULL] for n, rate in self.rates.items()},
         )
+
+
+def with_cache(result: Result, methods: Sequence[CacheMethod]) -> Result:
+    """The result with methods of the cache attached to its model, at the end of its recipe."""
+    if not methods:
+        return result
+    attach(result.model, methods)
+    notes = [remark for method in methods for remark in method.remarks(result.model.device)]
+    recipe, asked = [*result.recipe, *methods], [*result.asked, *methods]
+    return replace(result, recipe=recipe, asked=asked, notes=[*result.notes, *notes])
 
 
 @torch.no_grad()
@@ -189,6 +198,8 @@ def measure_caches(
                 cache, token = read_prompt(small, attachment.cache(), prompt)
                 small(token, past_key_values=cache, use_cache=True)
             loss = divergence(expected, logits_behind(model, methods, texts, asked.context)) if methods else 0.0
+            if not isfinite(loss):
+                raise ValueError(f"`caches` ({name}): predictions behind the context are no numbers (loss {loss})")
             slower = rates[FULL] / rates[name] - 1 if rates else 0.0
             found[name] = Costs(float(asked.batch * cache.nbytes), loss, slower)
     return found

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 
 import torch
@@ -214,9 +214,15 @@ def measure_library(
     shapes = targets(work, method.skip, method.where)
     ends = {} if method.where == "blocks" else end_targets(work, method.skip)
     parts = parts_of_layers(work, layers, dropped)
+    layers = with_drops(layers, dropped, parts)
+    for name, layer in layers.items():
+        if odd := next((text for text, one in layer.choices.items() if not isfinite(one.loss)), ""):
+            raise ValueError(
+                f"`choices`: with {odd} for {name}, predictions are no numbers ({layer.choices[odd].loss})"
+            )
     return Library(
         method=method,
-        layers=with_drops(layers, dropped, parts),
+        layers=layers,
         beside=bytes_beside(work, shapes),
         weights={name: sum(prod(shapes[member]) for member in layer.members) for name, layer in layers.items()},
         ends=tuple(ends),

@@ -29,8 +29,7 @@ class Window:
     Attributes:
         held: names of the parts that stay in memory. streamed: of those that are read in every pass, in its order.
         held_bytes, streamed_bytes: of their weights. peak_bytes: the most bytes of weights in memory at once.
-        read_bytes: bytes that were read ahead so far. reading_s: time that the thread took for them. waited_s: time in
-            which the model waited for it.
+        read_bytes: bytes that a thread has read ahead so far. waited_s: time in which the model waited for it.
     """
 
     held: tuple[str, ...]
@@ -39,7 +38,6 @@ class Window:
     streamed_bytes: int
     peak_bytes: int
     read_bytes: int = 0
-    reading_s: float = 0.0
     waited_s: float = 0.0
     _next: dict[str, Future] = field(default_factory=dict, repr=False)
 
@@ -143,9 +141,7 @@ class _Ahead:
             pending[self._name] = self._reader.submit(self._read, dict(self._part.where))
 
     def _read(self, where: Mapping[str, OnDisk]) -> dict[str, Tensor]:
-        start = time.perf_counter()
         state = {name: tensor.read(self._cached) for name, tensor in where.items()}
-        self._window.reading_s += time.perf_counter() - start
         self._window.read_bytes += sum(tensor.nbytes for tensor in state.values())
         return state
 

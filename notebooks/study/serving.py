@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from compress import Result
 from compress.allocation.predictions import divergence
 from compress.apply import apply_each
-from compress.kv import CacheBatch, CompressedCache, attach, attached
+from compress.kv import CacheBatch, CompressedCache, attached
 from compress.kv.attach import Attachment
 from compress.linear import sharing_copy
 from compress.method import Method
-from compress.search.caches import in_16_bits, logits_behind, read_prompt
+from compress.search.caches import in_16_bits, logits_behind, read_prompt, with_cache
 from compress.walk.blocks import kept_weights
 from compress.walk.identity import model_identity
 from eval.evaluate import Scores
@@ -332,24 +332,19 @@ class _Service:
         """The chosen model as the result of one recipe, with its cache attached."""
         methods = self._methods(chosen.cache)
         if chosen.weights in self.results:
-            one = self.results[chosen.weights]
-            made = dataclasses.replace(one, recipe=[*one.recipe, *methods], asked=[*one.asked, *methods])
-        else:
-            made = Result(
-                model=sharing_copy(self.model),
-                recipe=[*methods],
-                asked=[*methods],
-                layers=[],
-                kept=kept_weights(self.model, []),
-                identity=model_identity(self.model),
-                calibration=None,
-                seconds=0.0,
-                kernels={},
-            )
-        if methods:
-            attach(made.model, methods)
-            made.notes = [*made.notes, *(one for m in methods for one in m.remarks(made.model.device))]
-        return made
+            return with_cache(self.results[chosen.weights], methods)
+        plain = Result(
+            model=sharing_copy(self.model),
+            recipe=[],
+            asked=[],
+            layers=[],
+            kept=kept_weights(self.model, []),
+            identity=model_identity(self.model),
+            calibration=None,
+            seconds=0.0,
+            kernels={},
+        )
+        return with_cache(plain, methods)
 
     def _scores(self, record: ServingRecord, corpus: str) -> Scores:
         """The measurements in the form of the record."""

@@ -27,7 +27,7 @@ CACHES = {  # choices of `fit` for the cache: parameters of its notebook
         "0",
         "tokens of each sequence whose cache counts among the bytes and is chosen; 0: none",
     ),
-    "batch": ("N", "1", "number of these sequences"),
+    "batch": ("N", "1", "number of these sequences, whose caches count; the speed is that of one"),
     "caches": ("RECIPES", "standard", "recipes of the cache, with semicolons between; a standard set"),
 }
 _ARGUMENTS = {"model_name": "MODEL", "recipe": "RECIPE", "save_path": "--out", SAVE_FORMAT: "--format"}
