@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from compress import load_model
 from compress.inputs.corpus import load_text
 from compress.kv import CompressedCache, attached
+from compress.kv.attach import slots_of
 from compress.kv.tiers import tiers
 from compress.method import Method
 from compress.recipe import parse_recipes
 from eval.record.files import write_whole
 from eval.run_record import provenance
-from notebooks.study.caches import parts
 
 
 def windows(tokenizer, corpus: str, tokens: int, count: int) -> list[Tensor]:
@@ -68,7 +68,7 @@ def losses(model: nn.Module, ids: Tensor, prompt: int, recipes: dict[str, Sequen
         most, rest, found = whole.nbytes_16, ids.shape[1] - prompt, {}
         full = read(whole, rest)
         for name, methods in recipes.items():
-            cache = observed.compressed(*parts(methods))
+            cache = observed.compressed(*slots_of(methods))
             held, before = cache.nbytes_16, tiers(cache)
             fetched = 0
             if before.far:

@@ -14,12 +14,24 @@ from compress.kv.attention import NAME, expect, note_hidden, register
 from compress.kv.batched import CacheBatch
 from compress.kv.cache import CompressedCache
 from compress.kv.identity import check_identity
-from compress.kv.policy import CacheMethod
+from compress.kv.policy import CacheMethod, Policy, Projecting, Storage
+from compress.kv.reading.method import Reading
 from compress.kv.rotation import check_rotations
 from compress.kv.support import PlainCache, check_model
+from compress.method import Method
 from compress.recipe import Recipe, methods_of
 
 SLOTS = ("policy", "storage", "reading", "projecting")
+
+
+def slots_of(
+    methods: Sequence[Method],
+) -> tuple[Policy | None, Storage | None, Reading | None, Projecting | None]:
+    """The policy, the storage, the reading and the projection of a recipe, in the order of `SLOTS`."""
+    policy, storage, reading, projecting = (
+        next((m for m in methods if isinstance(m, kind)), None) for kind in (Policy, Storage, Reading, Projecting)
+    )
+    return policy, storage, reading, projecting
 
 
 class Attachment:

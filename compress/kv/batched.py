@@ -10,16 +10,21 @@ from transformers import Cache
 
 from compress.kv.attention import expect, expect_again
 from compress.kv.cache import CompressedCache
-from compress.kv.layer import KVLayer
+from compress.kv.layer import KERNEL_DTYPES, KVLayer
+from compress.kv.precision import Precision
 from compress.kv.support import storing_layers
+from kernels.kv_decode import in_cpp
+from kernels.kv_decode.apart import kv_append_decode
+from kernels.step.cache import NewTokens
+from kernels.step.cache_view import CacheView
 
 
 class CacheBatch(Cache):
     """A view of caches of one row each, all with the same number of tokens, as one batch for `past_key_values`.
 
-    The layers of a pass are computed once for all rows, and attention by every cache itself, in the form in which it
-    keeps its positions. Caches grow as if each had been used alone; they must be `paused`, because nothing is evicted
-    here.
+    The layers of a pass are computed once for all rows, and attention to every cache in the form in which it keeps its
+    positions: of single tokens on a CPU, where all rows only keep them, in one call of the kernel, else row by row.
+    Caches grow as if each had been used alone; they must be `paused`, because nothing is evicted here.
 
     Raises:
         ValueError: a cache is not paused, or their numbers of tokens differ.
@@ -31,18 +36,33 @@ class CacheBatch(Cache):
         if len(seen := {cache.get_seq_length() for cache in caches}) != 1:
             raise ValueError(f"`caches` have seen {sorted(seen)} tokens; they must have seen as many")
         super().__init__(layers=caches[0].layers)  # they give transformers the positions and the size of masks
-        self.caches = list(caches)
+        self.caches, self.model = list(caches), caches[0].model
+        self._storing = storing_layers(self.model)
+
+    @property
+    def knows_padding(self) -> bool:
+        """Whether every layer leaves padding out."""
+        return all(cache.knows_padding for cache in self.caches)
+
+    def lend(self, number: int) -> None:
+        """Nothing: `attend_new` reads the rows of a layer together."""
+
+    def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
+        """Take a layer's new tokens and attend, for passes without transformers' modules."""
+        return CompressedCache.attend_new(self, number, module, new)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take new keys and values [rows, H_kv, n, D] of a layer, a row for each cache."""
-        rows = zip(self.caches, key_states.split(1), value_states.split(1), strict=True)
-        given = [cache.layers[layer_idx].update(k, v, *args, **kwargs) for cache, k, v in rows]
+        if key_states.shape[2] == 1 and layer_idx not in self._storing and self._only_keep(layer_idx):
+            expect(partial(self._attend_together, layer_idx, key_states, value_states))
+            return key_states, value_states
+        given = self._updated(layer_idx, key_states, value_states, *args, **kwargs)
         if not isinstance(self.layers[layer_idx], KVLayer):  # transformers' own attention, of a window
             return tuple(torch.cat(of) for of in zip(*given, strict=True))
         expect(partial(self._attend, layer_idx, [k for k, _ in given], key_states))
-        if layer_idx in storing_layers(self.caches[0].model):
+        if layer_idx in self._storing:
             expect_again(key_states, partial(self._attend_again, layer_idx, given))
         return key_states, value_states
 
@@ -50,6 +70,52 @@ class CacheBatch(Cache):
         """Count the tokens of `least` [rows, 1, n, 1] in a layer whose attention was dropped."""
         for cache, row in zip(self.caches, least.split(1), strict=True):
             cache.pass_over(layer_idx, row)
+
+    def _updated(self, layer_idx: int, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> list[tuple[Tensor, Tensor]]:
+        """What the layer of each cache gives for its row of new keys and values."""
+        rows = zip(self.caches, k.split(1), v.split(1), strict=True)
+        return [cache.layers[layer_idx].update(*row, *args, **kwargs) for cache, *row in rows]
+
+    def _only_keep(self, layer_idx: int) -> bool:
+        """Whether the layer of every cache has a prompt, and only keeps a single token."""
+        layers = (cache.layers[layer_idx] for cache in self.caches)
+        return all(isinstance(layer, KVLayer) and layer.slabs for layer in layers) and all(
+            cache.only_keeps and cache.reader is None for cache in self.caches
+        )
+
+    def _attend_together(
+        self,
+        layer_idx: int,
+        k: Tensor,
+        v: Tensor,
+        module: nn.Module,
+        q: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        **about: Any,
+    ) -> Tensor:
+        """Attention [rows, 1, H_q, D] of one token of each row, k and v [rows, H_kv, 1, D], which is kept."""
+        fits = in_cpp(q) and q.dtype in KERNEL_DTYPES and about["sinks"] is None and key is k
+        if not fits or not (mask is None or bool(mask.all())):
+            own = [k for k, _ in self._updated(layer_idx, k, v)]
+            return self._attend(layer_idx, own, k, module, q, key, mask, **about)
+        rows, y = dict[tuple, _Rows](), torch.empty_like(q)
+        for row, cache in enumerate(self.caches):
+            layer = cache.layers[layer_idx]
+            if (view := layer.lend()) is not None:
+                form = view.bits, view.group, view.turned_keys, view.turned_values
+                rows.setdefault(form, _Rows()).add(row, view)
+                continue
+            of = slice(row, row + 1)  # a group of positions becomes codes
+            layer.keep(k[of], v[of], torch.ones(1, 1, dtype=torch.bool), True)
+            y[of] = layer.decode(q[of], about["scaling"], about["softcap"], False)[0].transpose(1, 2)
+        for (bits, group, *turned), some in rows.items():
+            held = Precision(rotates=turned[0], rotates_values=turned[1])
+            at = slice(None) if len(some.numbers) == len(q) else some.numbers
+            q_in, k_in, v_in = held.turned(q[at]), held.turned(k[at]), held.values_turned(v[at])
+            how = {"bits": bits, "group": group, "scale": about["scaling"], "softcap": about["softcap"]}
+            y[at] = held.values_turned(kv_append_decode(q_in, k_in, v_in, some.columns, some.counts, **how))
+        return y.transpose(1, 2).contiguous()
 
     def _attend(
         self,
@@ -96,3 +162,22 @@ class CacheBatch(Cache):
         """Finish a pass."""
         for cache in self.caches:
             cache.finish()
+
+
+class _Rows:
+    """The views of some rows of a layer, in the form in which `kv_append_decode` takes them."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.counts: list[int] = []
+        self.columns: list[list[Tensor]] = []
+
+    def add(self, number: int, view: CacheView) -> None:
+        """Add a row, by its number in the batch."""
+        coded = (view.params_k, view.params_v, view.tail_k, view.tail_v) if view.bits < 16 else ()
+        own = [view.k, view.v, view.starts, *coded]
+        self.columns = self.columns or [[] for _ in own]
+        for column, tensors in zip(self.columns, own, strict=True):
+            column += tensors
+        self.counts += view.counts
+        self.numbers.append(number)

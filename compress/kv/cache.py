@@ -348,18 +348,23 @@ class CompressedCache(Cache):
         """The kept positions of a layer, for a step of decoding that appends one token to every row and attends: see
         `kernels.step.cache.AttendingCache`. None if a policy, a reading or an observer needs the token in a way that
         such steps do not support."""
-        layer, policy = self.layers[number], self.policy
+        layer = self.layers[number]
         if self.observes or self.listener is not None or not self.by_kernel:
             return None
         if not isinstance(layer, KVLayer):
             return lend_window(layer) if type(layer) is DynamicSlidingWindowLayer else None
-        if (
-            self._joining
-            or policy is not None
-            and (policy.decoding or policy.at_every_pass or policy.runs_model and policy.window)
-        ):
+        if not self.only_keeps:
             return None
         return layer.lend() if self.reader is None else self.reader.lend(layer)
+
+    @property
+    def only_keeps(self) -> bool:
+        """Whether a single token behind a prompt is only kept and attends: no policy scores or evicts by it."""
+        policy = self.policy
+        if self._joining or self.observes or self.listener is not None or not self.by_kernel:
+            return False
+        idle = policy is None or not (policy.decoding or policy.at_every_pass or policy.runs_model and policy.window)
+        return bool(idle)
 
     def why_not_copied(self) -> str:
         """Why steps of decoding cannot work on copies of the layers, as `kernels.step.cache.StoringCache`."""

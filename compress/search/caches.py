@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import isfinite
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from compress.allocation.predictions import divergence
 from compress.kv import CompressedCache, attach, attached
-from compress.kv.attach import check_attach
+from compress.kv.attach import Attachment, check_attach, slots_of
 from compress.kv.policy import CacheMethod
 from compress.kv.timed import check_sized, check_timed_model
 from compress.linear import sharing_copy
@@ -104,12 +105,14 @@ def cache_choices(caches: str = STANDARD, *, context: int, batch: int = 1) -> Ca
 
 @dataclass(frozen=True)
 class Caches:
-    """The choices of the cache with what was measured of them. rates: tokens per second of decoding behind the context
-    with the original weights, by cache; None: nothing was timed."""
+    """The choices of the cache with what was measured of them. expected: predictions behind the contexts with the full
+    cache and the original weights. rates: tokens per second of decoding behind the context with these weights, by
+    cache; None: nothing was timed."""
 
     asked: CacheChoices
     texts: list[Tensor]
     costs: dict[str, Costs]
+    expected: list[Tensor]
     rates: Mapping[str, float] | None
     timer: CacheTimer | None
 
@@ -122,7 +125,7 @@ class Caches:
         for name, rate in (rates or {}).items():
             if not 0 < rate < float("inf"):
                 raise ValueError(f"`cache_timer` gave {rate} for {name}, which is no number of tokens per second")
-        return cls(asked, texts, measure_caches(model, asked, texts, rates), rates, timer)
+        return cls(asked, texts, *measure_caches(model, asked, texts, rates), rates, timer)
 
     def times(self, times: Times | None) -> Times | None:
         """The times of weights, relative to the original's time behind the context, which is longer."""
@@ -181,28 +184,53 @@ def measure_caches(
     asked: CacheChoices,
     texts: Sequence[Tensor],
     rates: Mapping[str, float] | None,
-) -> dict[str, Costs]:
-    """The bytes of every cache behind the context, and what is lost by it with the weights as they are.
+) -> tuple[dict[str, Costs], list[Tensor]]:
+    """The bytes of every cache behind the context, and what is lost by it with the weights as they are; each context is
+    read once for all caches. And the predictions behind the contexts with the full cache, as `logits_behind` gives
+    them.
 
     Args:
         texts: [1, context + scored] each: the first `context` tokens are read as a prompt, and predictions for the
-            others are compared with those of the model without a cache.
+            others are compared with those of the full cache.
         rates: tokens per second of decoding behind the context, by cache; None: nothing is timed.
     """
-    expected = logits_behind(model, None, texts, asked.context)
-    found = dict[str, Costs]()
-    with in_16_bits(model) as small:
-        for name, methods in tqdm(asked.methods.items(), desc="caches", unit="cache"):
-            with attached(small, methods) as attachment:
-                prompt = texts[0][:, : asked.context].to(small.device)
-                cache, token = read_prompt(small, attachment.cache(), prompt)
-                small(token, past_key_values=cache, use_cache=True)
-            loss = divergence(expected, logits_behind(model, methods, texts, asked.context)) if methods else 0.0
-            if not isfinite(loss):
-                raise ValueError(f"`caches` ({name}): predictions behind the context are no numbers (loss {loss})")
-            slower = rates[FULL] / rates[name] - 1 if rates else 0.0
-            found[name] = Costs(float(asked.batch * cache.nbytes), loss, slower)
-    return found
+    expected, losses = list[Tensor](), {name: list[float]() for name in asked.methods}
+    with evaluating(model), fast_linear(), attached(model) as attachment:
+        for text in tqdm(texts, desc="contexts for caches", unit="context"):
+            prompt, behind = text.to(device_of(model)).split([asked.context, text.shape[1] - asked.context], 1)
+            for name, cache in _caches_behind(model, attachment, asked, prompt):
+                logits = model(behind, past_key_values=cache, use_cache=True).logits.cpu()
+                if name == FULL:  # the first one
+                    expected.append(logits)
+                losses[name].append(divergence(expected[-1:], [logits]))
+    for name, of in losses.items():
+        if not all(map(isfinite, of)):
+            raise ValueError(f"`caches` ({name}): predictions behind the context are no numbers (losses {of})")
+    sizes = dict[str, int]()
+    with in_16_bits(model) as small, attached(small) as attachment:
+        prompt = texts[0][:, : asked.context].to(small.device)
+        for name, cache in _caches_behind(small, attachment, asked, prompt):
+            small(prompt[:, -1:], past_key_values=cache, use_cache=True)
+            sizes[name] = cache.nbytes
+    found = {
+        name: Costs(
+            float(asked.batch * sizes[name]), fmean(losses[name]), rates[FULL] / rates[name] - 1 if rates else 0.0
+        )
+        for name in asked.methods
+    }
+    return found, expected
+
+
+def _caches_behind(
+    model: PreTrainedModel, attachment: Attachment, asked: CacheChoices, prompt: Tensor
+) -> Iterator[tuple[str, CompressedCache]]:
+    """Every cache behind a prompt [1, n], which is read once; nothing is evicted from them any more."""
+    seen = attachment.cache(observes=True)
+    model(prompt, past_key_values=seen, use_cache=True, logits_to_keep=1)
+    for name, methods in asked.methods.items():
+        cache = seen.compressed(*slots_of(methods))
+        cache.paused = True
+        yield name, cache
 
 
 @torch.no_grad()

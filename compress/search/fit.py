@@ -258,7 +258,7 @@ class _Search:
         self.slower = 1.0, 1.0  # measured time of a whole model / predicted time, of decoding and of prompts
         further = getattr(batches, "further", lambda count: [])(VERIFIED)
         self.windows, self.held_out = further or list(batches[-VERIFIED:]), bool(further or caches)
-        self.expected = self._logits(model, FULL)
+        self.expected = caches.expected if caches else self._logits(model, FULL)
         self.rounds: list[SearchRound] = []
         self.made: list[tuple[Result, dict[str, str]]] = []
 

@@ -1,4 +1,5 @@
-"""`kv_decode_apart`: the attention of one step over caches of different lengths, each for some of a layer's heads."""
+"""The attention of one step over caches of different lengths: `kv_decode_apart`, each for some of a layer's heads, and
+`kv_append_decode`, each of a row of a batch, to which the new token is appended first."""
 
 from collections.abc import Sequence
 
@@ -81,4 +82,48 @@ def _nothing(q: Tensor, cache: KV) -> Tensor:
 
 @native.shapes_of("kv_decode_apart")
 def _(q, k, v, params_k, params_v, tail_k, tail_v, starts, bits, group, scale, softcap, isa):
+    return q.new_empty(q.shape)
+
+
+def kv_append_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    columns: Sequence[list[Tensor]],
+    counts: list[int],
+    *,
+    bits: int,
+    group: int,
+    scale: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """Append the new token of every row of a batch to a cache of its own, and attend to all positions of each, in one
+    call of the C++ kernel.
+
+    Args:
+        q: [rows, H_q, 1, D]. k, v: [rows, H, 1, D], the new tokens in the form in which they are kept.
+        columns: keys, values, starts; and for codes also scales of keys and of values, and tails of both. One tensor
+            for each part of a row's heads, of all rows in order: [1, heads, positions, D], and as in
+            `kernels.step.cache_view.CacheView`, with room for one more position, which is written.
+        counts: of each part, the number of coded positions and of those after them, without the new one.
+        bits, group: of the codes; 16 bits if there are none.
+        scale, softcap: as in `kv_decode`.
+
+    Returns:
+        [rows, H_q, 1, D] in q's dtype.
+
+    Raises:
+        ValueError: tensors that do not match, or without room.
+    """
+    keys, values, starts, *coded = columns
+    coded = coded or [[], [], [], []]
+    isa, D = native.kv_decode_isa(q.dtype), q.shape[-1]
+    ran("kv_decode", f"cpu {isa}")
+    new = (x.reshape(-1, D).contiguous() for x in (k, v))
+    more = (starts, counts, bits, group, float(scale), float(softcap or 0), isa)
+    return torch.ops.workbench.kv_append_decode(q.reshape(1, -1, 1, D), *new, keys, values, *coded, *more).view(q.shape)
+
+
+@native.shapes_of("kv_append_decode")
+def _(q, new_k, new_v, k, v, params_k, params_v, tail_k, tail_v, starts, counts, bits, group, scale, softcap, isa):
     return q.new_empty(q.shape)

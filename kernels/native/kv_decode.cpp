@@ -562,6 +562,47 @@ at::Tensor workbench::attend_kept(const at::Tensor& q, const std::vector<KeptHea
   return y;
 }
 
+namespace {
+
+// Appends a token to every part of some heads, k and v [heads, D], and attends to all of their positions. Of each part one row; the
+// tensors are those of workbench::KeptHeads, and counts its `coded` and `more`, before the token.
+at::Tensor kv_append_decode(const at::Tensor& q, const at::Tensor& new_k, const at::Tensor& new_v, const std::vector<at::Tensor>& k,
+                            const std::vector<at::Tensor>& v, const std::vector<at::Tensor>& params_k,
+                            const std::vector<at::Tensor>& params_v, const std::vector<at::Tensor>& tail_k,
+                            const std::vector<at::Tensor>& tail_v, const std::vector<at::Tensor>& starts,
+                            at::IntArrayRef counts, int64_t bits, int64_t group, double scale, double softcap, const std::string& isa) {
+  const bool coded = bits != 16;
+  const size_t parts = k.size();
+  TORCH_CHECK_VALUE(parts && v.size() == parts && starts.size() == parts && counts.size() == 2 * parts, "kv_append_decode: ", parts,
+                    " keys, ", v.size(), " values, ", starts.size(), " starts and ", counts.size(), " counts do not fit");
+  for (const auto* of : {&params_k, &params_v, &tail_k, &tail_v})
+    TORCH_CHECK_VALUE(of->size() == (coded ? parts : 0), "kv_append_decode: ", of->size(), " tensors of ", parts, " parts, bits ", bits);
+  const int64_t D = q.size(3), bytes = D * q.element_size();
+  for (const at::Tensor& x : {new_k, new_v})
+    TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) == D && x.is_contiguous() && x.scalar_type() == q.scalar_type(), "kv_append_decode: new ",
+                      x.sizes(), " ", x.scalar_type(), " do not fit q ", q.sizes(), " ", q.scalar_type());
+  std::vector<workbench::KeptHeads> kept;
+  int64_t head = 0;
+  for (size_t i = 0; i < parts; i++) {
+    const auto of = [&](const std::vector<at::Tensor>& all) { return coded ? Maybe(all[i]) : Maybe(); };
+    const int64_t heads = k[i].size(1), place = counts[2 * i + 1];
+    for (const auto& [to, from] : {std::pair{coded ? tail_k[i] : k[i], new_k}, std::pair{coded ? tail_v[i] : v[i], new_v}}) {
+      TORCH_CHECK_VALUE(to.dim() == 4 && to.size(0) == 1 && to.size(1) == heads && to.size(3) == D && to.stride(3) == 1 &&
+                            to.scalar_type() == q.scalar_type() && place >= 0 && place < to.size(2) && head + heads <= from.size(0),
+                        "kv_append_decode: the cache ", to.sizes(), " ", to.scalar_type(), " has no place for position ", place);
+      for (int64_t h = 0; h < heads; h++)
+        std::memcpy(static_cast<char*>(to.mutable_data_ptr()) + (h * to.stride(1) + place * to.stride(2)) * q.element_size(),
+                    static_cast<const char*>(from.const_data_ptr()) + (head + h) * bytes, bytes);
+    }
+    kept.push_back({k[i], v[i], of(params_k), of(params_v), of(tail_k), of(tail_v), starts[i], counts[2 * i], place + 1});
+    head += heads;
+  }
+  TORCH_CHECK_VALUE(head == new_k.size(0) && head == new_v.size(0), "kv_append_decode: ", head, " heads in all, and ", new_k.size(0), " new");
+  return workbench::attend_kept(q, kept, {}, bits, group, scale, softcap, isa);
+}
+
+}  // namespace
+
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def(
       "kv_decode_native(Tensor q, Tensor k, Tensor v, Tensor? params_k, Tensor? params_v, Tensor? tail_k, Tensor? tail_v, "
@@ -570,6 +611,10 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def(
       "kv_decode_apart(Tensor q, Tensor[] k, Tensor[] v, Tensor[] params_k, Tensor[] params_v, Tensor[] tail_k, "
       "Tensor[] tail_v, Tensor[] starts, int bits, int group, float scale, float softcap, str isa) -> Tensor");
+  m.def(
+      "kv_append_decode(Tensor q, Tensor new_k, Tensor new_v, Tensor(a!)[] k, Tensor(b!)[] v, Tensor[] params_k, Tensor[] params_v, "
+      "Tensor(c!)[] tail_k, Tensor(d!)[] tail_v, Tensor[] starts, int[] counts, int bits, int group, float scale, float softcap, "
+      "str isa) -> Tensor");
   m.def("kv_decode_isa(bool float32) -> str", best_isa);
   m.def(
       "kv_page_list(Tensor q, Tensor bounds, Tensor starts, Tensor lengths, Tensor pages, int page, int most, int behind, "
@@ -585,6 +630,7 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
 TORCH_LIBRARY_IMPL(workbench, CPU, m) {
   m.impl("kv_decode_native", kv_decode);
   m.impl("kv_decode_apart", kv_decode_apart);
+  m.impl("kv_append_decode", kv_append_decode);
   m.impl("kv_page_list", kv_page_list);
   m.impl("kv_decode_ranked", kv_decode_ranked);
   m.impl("kv_score_list", kv_score_list);

@@ -42,6 +42,7 @@ def accelerate(
     dtype: torch.dtype | str | None = torch.bfloat16,
     draft: nn.Module | None = None,
     rollback: float = 0.0,
+    lay_out: bool = True,
 ) -> nn.Module:
     """Make `model.generate` fast, compressed or not, in place; on a CPU also calls of the model with a cache.
 
@@ -72,6 +73,8 @@ def accelerate(
         rollback: if above 0, texts are no longer those of the model: a guess of the draft stays as long as the model
             itself loses at most so many nats on it (-log p), also where the model would choose another token. It counts
             for the draft that is given here or was given before, and for no other guesses; a call without it sets 0.
+        lay_out: lay 16-bit weights out a second time for prompts, if there is much free memory; False: they are read as
+            they are, more slowly. It counts for a model that is not accelerated yet.
 
     Returns:
         the model
@@ -86,7 +89,7 @@ def accelerate(
     if draft is not None:
         _check_draft(model, draft)
     earlier = getattr(getattr(model, ACCELERATION, None), "draft", None)
-    if why_not := _accelerated(model, dtype):
+    if why_not := _accelerated(model, dtype, lay_out):
         warnings.warn(f"the model is not accelerated: {why_not}", stacklevel=2)
     draft = earlier if draft is None else draft
     if draft is not None and (why_not := _set_draft(model, draft)):
@@ -137,7 +140,7 @@ def _checked(model: nn.Module, dtype: torch.dtype | str | None) -> torch.dtype |
     return dtype
 
 
-def _accelerated(model: nn.Module, dtype: torch.dtype | None) -> str:
+def _accelerated(model: nn.Module, dtype: torch.dtype | None, lay_out: bool = True) -> str:
     """Accelerate a model in place, and return why not; "": it is accelerated."""
     if (earlier := getattr(model, ACCELERATION, None)) is not None:
         if dtype in (None, model.dtype):
@@ -151,7 +154,7 @@ def _accelerated(model: nn.Module, dtype: torch.dtype | None) -> str:
             return f"it is on {len(devices)} devices"
         GraphAcceleration(model).take_over()
         return ""
-    acceleration = Acceleration(model)
+    acceleration = Acceleration(model, lay_out=lay_out)
     vars(model).pop(WHY_NOT, None)
     try:
         acceleration.assemble()
@@ -205,6 +208,7 @@ class Acceleration:
         rollback: loss of the model up to which guesses of a draft stay; 0: only those that it chooses itself.
         guessed: number of tokens that were guessed so far in texts of this model, accepted or not.
         paces: of each draft, by its id and `rollback`, how far it guesses ahead.
+        lay_out: whether 16-bit weights are laid out for prompts, as in `accelerate`.
     """
 
     model: nn.Module
@@ -214,6 +218,7 @@ class Acceleration:
     rollback: float = 0.0
     guessed: int = 0
     paces: dict[tuple[int, float], DraftPace] = field(default_factory=dict)
+    lay_out: bool = True
     _state: tuple[Any, ...] | None = None  # the model's `state_of` when the reader was made
     _reader: DecoderForward | None = None
     _bound: dict[int, _Bound] = field(default_factory=dict)
@@ -229,7 +234,7 @@ class Acceleration:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Acceleration":
         model = memo.get(id(self.model), self.model)
         return Acceleration(
-            model, self.why_not_in_one_call, draft=self.draft, rollback=self.rollback
+            model, self.why_not_in_one_call, draft=self.draft, rollback=self.rollback, lay_out=self.lay_out
         )  # assembled when first used
 
     def take_over(self) -> None:
@@ -295,7 +300,7 @@ class Acceleration:
         decoder = recognise(self.model)
         dense = [p for p in self.model.parameters() if p.dim() == 2]
         free = psutil.virtual_memory().available
-        room = free > SPARE * sum(p.numel() * p.element_size() for p in dense)
+        room = self.lay_out and free > SPARE * sum(p.numel() * p.element_size() for p in dense)
         in_huge_pages([*self.model.parameters(), *self.model.buffers()])
         return DecoderForward(decoder, LAID_OUT if room else 0)
 

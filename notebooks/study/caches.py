@@ -15,8 +15,8 @@ from transformers import Cache, PreTrainedTokenizerBase
 from compress import METHODS, Result
 from compress.inputs.corpus import load_text
 from compress.kv import CacheBatch, CompressedCache, attached, left_alone
-from compress.kv.policy import CacheMethod, Policy, Projecting, Storage
-from compress.kv.reading.method import Reading
+from compress.kv.attach import slots_of
+from compress.kv.policy import CacheMethod
 from compress.kv.timed import FilledCache, check_timed, check_timed_model
 from compress.method import Method, settle
 from compress.plan import check_recipe
@@ -128,7 +128,7 @@ def cache_recipes(recipe: str, compare: str = "", curves: str = "", also: Sequen
             f"`compare` (={compare!r}): {taken.pop()!r} is what another cache of the run is called; name it differently"
         )
     lines = recipes_at(curves, also)
-    policies = [[policy for _, methods in line if (policy := parts(methods)[0])] for line in lines.values()]
+    policies = [[policy for _, methods in line if (policy := slots_of(methods)[0])] for line in lines.values()]
     if first := next(filter(None, policies), None):
         budgets = ", ".join(dict.fromkeys(repr(policy.budget) for policy in first))
         there = {method.name for line in lines.values() for _, methods in line for method in methods}
@@ -148,14 +148,6 @@ def cache_recipes(recipe: str, compare: str = "", curves: str = "", also: Sequen
                 f"`recipe` (={name!r}): {foreign[0]} is no method of the cache; apply it to the model first"
             )
     return CacheRecipes(recipes, [MAIN, *others], points)
-
-
-def parts(methods: Sequence[Method]) -> tuple[Policy | None, Storage | None, Reading | None, Projecting | None]:
-    """The policy, the storage, the reading and the projection of a recipe."""
-    policy, storage, reading, projecting = (
-        next((m for m in methods if isinstance(m, kind)), None) for kind in (Policy, Storage, Reading, Projecting)
-    )
-    return policy, storage, reading, projecting
 
 
 class Finished(MutableMapping[tuple[int, str], dict[str, Any]]):
@@ -205,7 +197,7 @@ def score_caches(
     """
 
     def way(methods: Sequence[Method]) -> Callable[[CompressedCache], Cache]:
-        return lambda cache: cache.compressed(*parts(methods))
+        return lambda cache: cache.compressed(*slots_of(methods))
 
     finished = None
     if work_path:
@@ -268,7 +260,7 @@ def _in_turns(
     capacity = max(contexts)
 
     def make(methods: Sequence[Method]) -> Callable[[], FilledCache]:
-        return lambda: FilledCache(copy, capacity, *parts(methods))
+        return lambda: FilledCache(copy, capacity, *slots_of(methods))
 
     variants = {FULL: make([]), **{name: make(methods) for name, methods in recipes.items()}}
     with in_16_bits(model) as copy:
@@ -288,7 +280,7 @@ def check_caches(model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int
     if contexts:
         check_timed_model(model)
     for name in recipes.timed if contexts else ():
-        _, storage, reading, projecting = parts(recipes.recipes[name])
+        _, storage, reading, projecting = slots_of(recipes.recipes[name])
         check_timed(storage, projecting, reading)
 
 
@@ -325,7 +317,7 @@ def cache_found(
 
 def _references(recipes: CacheRecipes) -> tuple[str, ...]:
     """Curves of the baseline policies."""
-    policies = {text: parts(recipes.recipes[points[0][1]])[0] for text, points in recipes.curves.items()}
+    policies = {text: slots_of(recipes.recipes[points[0][1]])[0] for text, points in recipes.curves.items()}
     return tuple(text for text, policy in policies.items() if policy is not None and policy.reference)
 
 

@@ -34,6 +34,7 @@ from eval.speed.work import Work, work
 from eval.text.names import text_name
 from eval.text.windows import mean_and_stderr
 from kernels.clock import clock
+from kernels.step.accelerate import accelerate
 from kernels.support.deploy import deployed
 from kernels.support.errors import check_positive
 from kernels.support.modes import evaluating
@@ -205,6 +206,7 @@ class _Service:
         with in_16_bits(self.model) as small:
             for name in tqdm(names, desc="caches", unit="cache"):
                 with attached(small, self._methods(name)) as attachment:
+                    _accelerate(small)
                     read_prompt(small, attachment.cache(), self.texts[0][:, :WARM].to(small.device))
                     with peak_above_start(small.device) as peak:
                         prompt = self.texts[0][:, : self.asked.context].to(small.device)
@@ -302,6 +304,7 @@ class _Service:
         tokens per second of all sequences."""
         device = model.device
         with attached(model, methods) as attachment, evaluating(model):
+            _accelerate(model)
             read_prompt(model, attachment.cache(), self.texts[0][:, :WARM].to(device))
             with peak_above_start(device) as peak:
                 read = self._read_prompts(model, attachment, count)
@@ -363,3 +366,9 @@ class _Service:
             metrics["compressed"][f"kl_{corpus}_stderr"] = record.divergence_stderr
         dtype = str(self.model.dtype).removeprefix("torch.")
         return Scores(metrics, device=self.model.device.type, dtype=dtype, deploy_dtype="bfloat16")
+
+
+def _accelerate(model: PreTrainedModel) -> None:
+    """Read prompts and tokens through the fast passes of a CPU, without memory beyond that of the weights."""
+    if model.device.type == "cpu":
+        accelerate(model, None, lay_out=False)

@@ -11,11 +11,12 @@ from torch.testing import assert_close
 from transformers import Cache, DynamicCache, StaticCache
 
 from compress import METHODS, apply
-from compress.kv import CacheBatch, CompressedCache, attach, attached, attachment_of, detach, left_alone
+from compress.kv import CacheBatch, CompressedCache, attach, attached, attachment_of, batched, detach, left_alone
 from compress.kv.attention import attend
 from compress.kv.eviction.knorm import KNorm
 from compress.kv.policy import ALLOCATIONS, Policy
 from kernels.registry import recording
+from kernels.step.accelerate import accelerate
 
 POLICIES = [name for name, method in METHODS.items() if issubclass(method, Policy) and not method.at_every_pass]
 SMALL = {"snapkv": {"observed": 4}, "expected_attention": {"future": 16}}  # knobs for short prompts
@@ -432,6 +433,48 @@ def test_batched_caches_are_asked_as_each_alone(tiny, tokens, architecture):
             CacheBatch(together)
         with pytest.raises(ValueError, match="seen"):
             CacheBatch([alone[0], compressed()[0]])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_single_tokens_of_a_batch_are_read_together(tiny, tokens, architecture, dtype, monkeypatch):
+    """Rows in several forms and of several lengths, some of which become codes on the way; and through the fast pass of
+    an accelerated model, which more sequences than a step takes."""
+    model, prompts, more = tiny(architecture), tokens(1, 40)[0], tokens(1, 45, seed=2)[0]
+    model = accelerate(model) if dtype == torch.bfloat16 else model.float()
+    recipes = [
+        {},
+        {"policy": policy("knorm", budget=0.3)},
+        {"policy": Lopsided(budget=0.5, allocation="ada")},
+        {"storage": KV_INT(group_size=32, residual=4)},
+        {"policy": policy("knorm", budget=0.5), "storage": KV_INT(bits=4, group_size=32, rotate_keys=True)},
+        {"storage": KV_INT(bits=4, group_size=32, residual=0, rotate_keys=True)},
+        {"policy": Lopsided(budget=0.9, allocation="ada"), "storage": KV_INT(bits=4, group_size=32)},
+    ] * 2  # fmt: skip
+    together, calls = [], []
+    kernel = batched.kv_append_decode
+    monkeypatch.setattr(batched, "kv_append_decode", lambda *args, **how: calls.append(1) or kernel(*args, **how))
+    with attached(model):
+        for recipe in recipes:
+            together.append(CompressedCache(model, **recipe))
+            read(model, together[-1], prompts)
+            together[-1].paused = True
+        alone, cache = copy.deepcopy(together), CacheBatch(together)
+        layers = len(together[0].own)
+        for at in range(45):
+            token = more[:, at : at + 1]
+            rows = model(token.expand(len(recipes), -1), past_key_values=cache).logits
+            own = torch.cat([model(token, past_key_values=one).logits for one in alone])
+            if dtype == torch.float32:
+                assert_close(rows, own, rtol=1e-4, atol=1e-4)
+            else:
+                assert float((rows - own).float().norm() / own.float().norm()) < 0.03
+        assert len(calls) > 45 * layers  # in some forms each
+        for a, b in zip(alone, together, strict=True):
+            for one, other in zip(a.own, b.own, strict=True):
+                assert torch.equal(one.lengths, other.lengths) and torch.equal(one.tokens, other.tokens)
+                assert [slab.coded for slab in one.slabs] == [slab.coded for slab in other.slabs]
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import torch
 
 from compress import METHODS, apply
 from compress.kv import CacheBatch, attached
+from compress.kv.attach import slots_of
 from compress.kv.timed import FilledCache
 from compress.recipe import parse_recipe
 from eval.contexts.answers import bootstrap
@@ -16,7 +17,6 @@ from eval.speed import cache_speed
 from eval.speed.cache_speed import measure_cache_speed
 from kernels.step.decoder import recognise
 from kernels.step.in_parts import StepInParts
-from notebooks.study.caches import parts
 
 STREAMING, KV_INT = METHODS["streaming"], METHODS["kv_int"]
 
@@ -212,7 +212,7 @@ def test_the_native_step_is_timed_where_it_knows_the_model(tiny, architecture):
     recipes = ("", "kv_int(bits=4, group_size=32)", "kv_int(bits=2, group_size=32, residual=8)", "streaming(budget=0.5)",
                "quest(budget=8, page=4, full_layers=1)", "kv_fp8(group_size=32)")  # fmt: skip
     variants = {
-        recipe or "full": functools.partial(FilledCache, model, 300, *parts(parse_recipe(recipe) if recipe else []))
+        recipe or "full": functools.partial(FilledCache, model, 300, *slots_of(parse_recipe(recipe) if recipe else []))
         for recipe in recipes
     }
     with attached(model):

@@ -313,7 +313,10 @@ def test_the_original_may_be_the_best_choice(model, texts, quick):
     assert written["recipe"] == [] and written["model"]["weights_sha256"] and len(written["kept"]) > 10
     assert "The choice is weights 16 bits (as they are) and cache 16 bits (as it is)." in whole_page(written)
     here = written | {"serving": written["serving"] | {"device": "here"}}
-    for one, said in ((written, "No measured speed stands beside it"), (here, "transformers' own decoding step")):
+    for one, said in (
+        (written, "No measured speed stands beside it"),
+        (here, "by `accelerate` where it knows the model"),
+    ):
         assert said in whole_page(one) and f"({one['serving']['device']}) allow" in whole_page(one)
 
 
