@@ -1,6 +1,6 @@
 """Several compressed caches in one batch: row i of the batch reads and extends cache i."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,11 @@ from transformers import Cache
 from compress.kv.attention import expect, expect_again
 from compress.kv.cache import CompressedCache
 from compress.kv.layer import KERNEL_DTYPES, KVLayer
-from compress.kv.precision import Precision
+from compress.kv.storage import Slab
 from compress.kv.support import storing_layers
 from kernels.kv_decode import in_cpp
 from kernels.kv_decode.apart import kv_append_decode
 from kernels.step.cache import NewTokens
-from kernels.step.cache_view import CacheView
 
 
 class CacheBatch(Cache):
@@ -79,7 +78,7 @@ class CacheBatch(Cache):
     def _only_keep(self, layer_idx: int) -> bool:
         """Whether the layer of every cache has a prompt, and only keeps a single token."""
         layers = (cache.layers[layer_idx] for cache in self.caches)
-        return all(isinstance(layer, KVLayer) and layer.slabs for layer in layers) and all(
+        return all(isinstance(layer, KVLayer) and layer.slabs and not layer.traces for layer in layers) and all(
             cache.only_keeps and cache.reader is None for cache in self.caches
         )
 
@@ -99,22 +98,31 @@ class CacheBatch(Cache):
         if not fits or not (mask is None or bool(mask.all())):
             own = [k for k, _ in self._updated(layer_idx, k, v)]
             return self._attend(layer_idx, own, k, module, q, key, mask, **about)
-        rows, y = dict[tuple, _Rows](), torch.empty_like(q)
+        how, forms = {"scale": about["scaling"], "softcap": about["softcap"]}, dict[tuple, _Heads]()
+        kv_heads, shared = k.shape[1], q.shape[1] // k.shape[1]
+        y = torch.empty_like(q, memory_format=torch.contiguous_format)
         for row, cache in enumerate(self.caches):
-            layer = cache.layers[layer_idx]
-            if (view := layer.lend()) is not None:
-                form = view.bits, view.group, view.turned_keys, view.turned_values
-                rows.setdefault(form, _Rows()).add(row, view)
-                continue
-            of = slice(row, row + 1)  # a group of positions becomes codes
-            layer.keep(k[of], v[of], torch.ones(1, 1, dtype=torch.bool), True)
-            y[of] = layer.decode(q[of], about["scaling"], about["softcap"], False)[0].transpose(1, 2)
-        for (bits, group, *turned), some in rows.items():
-            held = Precision(rotates=turned[0], rotates_values=turned[1])
-            at = slice(None) if len(some.numbers) == len(q) else some.numbers
-            q_in, k_in, v_in = held.turned(q[at]), held.turned(k[at]), held.values_turned(v[at])
-            how = {"bits": bits, "group": group, "scale": about["scaling"], "softcap": about["softcap"]}
-            y[at] = held.values_turned(kv_append_decode(q_in, k_in, v_in, some.columns, some.counts, **how))
+            layer, head = cache.layers[layer_idx], 0
+            for slab in layer.slabs:
+                end = head + slab.starts.shape[1]
+                if isinstance(slab, Slab) and slab.only_appends:
+                    form = slab.precision.bits if slab.codes else 16, slab.precision
+                    forms.setdefault(form, _Heads()).add(slab, range(row * kv_heads + head, row * kv_heads + end))
+                else:  # a group of positions becomes codes, or steps do not read this form
+                    of = slice(row, row + 1), slice(head * shared, end * shared)
+                    slab.append(k[row : row + 1, head:end], v[row : row + 1, head:end])
+                    y[of] = slab.attend(q[of], **how)[0]
+                head = end
+            layer.count_one()
+        heads = len(q) * kv_heads
+        by_head = [x.reshape(heads, -1, x.shape[-1]) for x in (q, k, v)]
+        for (bits, held), some in forms.items():
+            at = slice(None) if len(some.numbers) == heads else torch.tensor(some.numbers)
+            queries, keys, values = (x[at] for x in by_head)
+            queries, keys, values = held.turned(queries), held.turned(keys), held.values_turned(values)
+            more = {**how, "bits": bits, "group": held.group}
+            found = kv_append_decode(queries, keys, values, some.columns, some.counts, **more)
+            y.view(heads, shared, -1)[at] = held.values_turned(found)
         return y.transpose(1, 2).contiguous()
 
     def _attend(
@@ -164,20 +172,21 @@ class CacheBatch(Cache):
             cache.finish()
 
 
-class _Rows:
-    """The views of some rows of a layer, in the form in which `kv_append_decode` takes them."""
+class _Heads:
+    """Some heads of the rows of a layer, of one form, as `kv_append_decode` takes them. numbers: in the batch."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
         self.counts: list[int] = []
         self.columns: list[list[Tensor]] = []
 
-    def add(self, number: int, view: CacheView) -> None:
-        """Add a row, by its number in the batch."""
-        coded = (view.params_k, view.params_v, view.tail_k, view.tail_v) if view.bits < 16 else ()
-        own = [view.k, view.v, view.starts, *coded]
-        self.columns = self.columns or [[] for _ in own]
-        for column, tensors in zip(self.columns, own, strict=True):
-            column += tensors
-        self.counts += view.counts
-        self.numbers.append(number)
+    def add(self, slab: Slab, numbers: Iterable[int]) -> None:
+        """Add the heads of a slab, which counts the new token."""
+        self.counts += slab.take_one()
+        own = [slab.k.buffer, slab.v.buffer]
+        if slab.codes:
+            own = [*(one.buffer for one in slab.codes), *own]
+        self.columns = self.columns or [[] for _ in range(len(own) + 1)]
+        for column, tensor in zip(self.columns, (own[0], own[1], slab.starts, *own[2:]), strict=True):
+            column.append(tensor)
+        self.numbers += numbers

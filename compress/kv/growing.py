@@ -27,6 +27,12 @@ class Growing:
         self.buffer[:, :, self.length : end] = x
         self.length = end
 
+    def extend(self, count: int) -> None:
+        """Append `count` zeros."""
+        self.reserve(count)
+        self.buffer[:, :, self.length : self.length + count] = 0
+        self.length += count
+
     def reserve(self, count: int) -> None:
         """Make room in the buffer for `count` more positions."""
         end = self.length + count

@@ -313,10 +313,14 @@ class KVLayer(DynamicLayer):
         as kept. None if the step would have to do more than append."""
         if not self.slabs or self.divided or self.traces or (given := lend_slabs(self.slabs)) is None:
             return None
+        self.count_one()
+        return given
+
+    def count_one(self) -> None:
+        """Count one more token of every row, which a step writes into the slabs."""
         self._lent += 1
         self._extend_memory(1)
         self.seen, self.fresh = self.seen + 1, self.fresh + 1
-        return given
 
     def _count(self, tokens: int | Tensor) -> None:
         """Count this number of further tokens in each row, [B] or one number for all."""
@@ -354,8 +358,7 @@ class KVLayer(DynamicLayer):
 
     def _extend_memory(self, n: int) -> None:
         if self.memory is not None:
-            B, H = self.memory.buffer.shape[:2]
-            self.memory.append(torch.zeros(B, H, n, device=self.memory.buffer.device))
+            self.memory.extend(n)
 
     def _start_traces(self, place: Tensor | None, new: Tensor) -> None:
         index, _ = right_packed(new)

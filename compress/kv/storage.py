@@ -83,6 +83,16 @@ class Slab(Held):
         """Whether a token is appended unchanged, in a form that steps of decoding read, and fills no group of codes."""
         return self.read_by_steps and self.free > 0
 
+    def take_one(self) -> tuple[int, int]:
+        """Count one more token, for which a step writes key and value behind the others; the numbers of coded positions
+        and of those after them, without it."""
+        self.k.reserve(1)
+        self.v.reserve(1)
+        before = self.coded, self.k.length
+        self.k.length += 1
+        self.v.length += 1
+        return before
+
     def drop_last(self, count: int) -> None:
         """Forget the last positions, which must not be codes yet."""
         if count > self.k.length:
@@ -171,13 +181,7 @@ def lend_slabs(slabs: Sequence[Slab]) -> CacheView | None:
     coded = bool(slabs[0].codes)
     if not all(slab.only_appends and bool(slab.codes) == coded for slab in slabs):
         return None
-    counts = []
-    for slab in slabs:
-        slab.k.reserve(1)
-        slab.v.reserve(1)
-        counts += [slab.coded, slab.k.length]
-        slab.k.length += 1
-        slab.v.length += 1
+    counts = [count for slab in slabs for count in slab.take_one()]
     tails = [slab.k.buffer for slab in slabs], [slab.v.buffer for slab in slabs]
     starts, held = [slab.starts for slab in slabs], slabs[0].precision
     codes = [[slab.codes[i].buffer for slab in slabs] for i in range(4)] if coded else None

@@ -1,5 +1,5 @@
 """The attention of one step over caches of different lengths: `kv_decode_apart`, each for some of a layer's heads, and
-`kv_append_decode`, each of a row of a batch, to which the new token is appended first."""
+`kv_append_decode`, each with a new token, which is appended first."""
 
 from collections.abc import Sequence
 
@@ -97,20 +97,21 @@ def kv_append_decode(
     scale: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """Append the new token of every row of a batch to a cache of its own, and attend to all positions of each, in one
-    call of the C++ kernel.
+    """Append a new token to every one of some caches, and attend to all positions of each, in one call of the C++
+    kernel.
 
     Args:
-        q: [rows, H_q, 1, D]. k, v: [rows, H, 1, D], the new tokens in the form in which they are kept.
+        q: [H, n, D], the n query heads of every kv head. k, v: [H, 1, D], the new tokens in the form in which they are
+            kept. The kv heads are those of the caches, in order.
         columns: keys, values, starts; and for codes also scales of keys and of values, and tails of both. One tensor
-            for each part of a row's heads, of all rows in order: [1, heads, positions, D], and as in
-            `kernels.step.cache_view.CacheView`, with room for one more position, which is written.
-        counts: of each part, the number of coded positions and of those after them, without the new one.
+            for each cache: [1, heads, positions, D], and as in `kernels.step.cache_view.CacheView`, with room for one
+            more position, which is written.
+        counts: of each cache, the number of coded positions and of those after them, without the new one.
         bits, group: of the codes; 16 bits if there are none.
         scale, softcap: as in `kv_decode`.
 
     Returns:
-        [rows, H_q, 1, D] in q's dtype.
+        [H, n, D] in q's dtype.
 
     Raises:
         ValueError: tensors that do not match, or without room.
