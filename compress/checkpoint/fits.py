@@ -17,7 +17,7 @@ from compress.walk.blocks import targets
 from compress.walk.layerwise import LayerwiseMethod
 
 
-def check_save_format(save_format: str, recipe: Recipe, model: nn.Module) -> None:
+def check_save_format(save_format: str, recipe: Recipe, model: nn.Module, *, sized: bool = False) -> None:
     """Raise ValueError, before any work, if a checkpoint format cannot hold the model that a recipe will make.
 
     The message names the format, the method with its knobs, a linear, the reason, and the formats that could hold it.
@@ -26,14 +26,20 @@ def check_save_format(save_format: str, recipe: Recipe, model: nn.Module) -> Non
     Args:
         save_format: one of `compress.checkpoint.save.SAVE_FORMATS`.
         model: the model before the recipe is applied; it may be on the meta device, and is not changed.
+        sized: also refuse a form that the files hold in more bytes, for which a limit of bytes would not hold.
     """
-    format_named(save_format)
+    writer = format_named(save_format)
     settled, outline = settle(methods_of(recipe)), sharing_copy(model)
     for method in settled:
         method.outline(outline)
     for variant in itertools.product(*(method.variants() for method in settled)):
         linears, made_by = linears_to_be(variant, outline)
         check_holds(save_format, outline, linears, made_by)
+        if sized and (name := next((name for name, spec in linears.items() if writer.grows(spec)), "")):
+            raise ValueError(
+                f"`save_format` (={save_format!r}) holds {name}, as {made_by[name]} stores it, in more bytes than "
+                f"`max_bytes` counts; choices={save_format} is a standard set that it holds as it is"
+            )
 
 
 def linears_to_be(recipe: Sequence[Method], model: nn.Module) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:

@@ -173,6 +173,10 @@ class SaveFormat:
         """
         raise NotImplementedError
 
+    def grows(self, linear: dict[str, Any]) -> bool:
+        """Whether the files hold a linear, as for `problem`, in more bytes than the workbench, for certain."""
+        return False
+
     def problem_of_model(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
         """The reason why the format cannot hold a model of this class, configuration or dropped parts, or linears that
         it could hold in another model; "" if it can.

@@ -88,6 +88,8 @@ def cache_choices(caches: str = STANDARD, *, context: int, batch: int = 1) -> Ca
     if context < 0:
         raise ValueError(f"`context` (={context}) must be a number of tokens, or 0 for a search without a cache")
     check_positive(batch=batch)
+    if batch > 1 and not context:
+        raise ValueError(f"`batch` (={batch}) counts sequences of `context` tokens, and `context` is 0: give both")
     caches = STANDARD_CACHES if caches.strip() == STANDARD else caches
     methods: dict[str, list[CacheMethod]] = {FULL: []}
     for name, recipe in (parse_recipes(caches, parameter="caches") if caches.strip() else {}).items():

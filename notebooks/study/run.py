@@ -94,15 +94,16 @@ class Run:
             links["all runs"] = "../index.html"
         return links
 
-    def check_saving(self, recipe: Recipe, *, always: bool = False) -> None:
+    def check_saving(self, recipe: Recipe, *, always: bool = False, sized: bool = False) -> None:
         """Check, before any work, that the recipe's model can be saved with these parameters.
 
         Args:
             always: the model will be saved even if `save_path` is empty.
+            sized: the model has a limit of bytes, which its files must keep, too.
 
         Raises:
             ValueError: `save_format` is not known, cannot hold the recipe's model (the message names the formats that
-                can), or is given although `save_path` is empty.
+                can) or not in as few bytes, or is given although `save_path` is empty.
         """
         format_named(self.save_format)
         saving = always or self.saved is not None
@@ -112,7 +113,8 @@ class Run:
                 "saved; name a folder there"
             )
         if saving:
-            check_save_format(self.save_format, recipe, skeleton(self.info.parameters["model_name"]))
+            model = skeleton(self.info.parameters["model_name"])
+            check_save_format(self.save_format, recipe, model, sized=sized)
 
     def save(
         self, result: Result, tokenizer: PreTrainedTokenizerBase, folder: str | Path | None = None

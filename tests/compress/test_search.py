@@ -449,7 +449,16 @@ def test_models_of_standard_choices_can_be_saved(choices, model):
     """In the format after which the set is called, each choice everywhere; trellis codes in our own."""
     method = search_method(choices)
     assert len(method.methods) > 1
-    check_save_format("workbench" if choices == "trellis" else choices, [method], model)
+    check_save_format("workbench" if choices == "trellis" else choices, [method], model, sized=True)
+
+
+@pytest.mark.parametrize(
+    "choices", ["trellis", "gptq(bits=3, group_size=32, scale_dtype=float16)", "sparsegpt(ratio=0.5)"]
+)
+def test_choices_that_files_hold_in_more_bytes_are_refused(choices, model):
+    check_save_format("gguf", [search_method(choices)], model)
+    with pytest.raises(ValueError, match="in more bytes than `max_bytes` counts; choices=gguf is"):
+        check_save_format("gguf", [search_method(choices)], model, sized=True)
 
 
 def test_given_choices_are_those_of_the_model(tmp_path, model, batches):
@@ -586,6 +595,7 @@ def test_speeds_behind_a_context_are_those_of_the_cache(written):
 @pytest.mark.parametrize(("caches", "asked", "said"), [
     ("kv_int(bits=8)", {"context": -1}, "`context` (=-1)"),
     ("kv_int(bits=8)", {"context": 8, "batch": 0}, "`batch` (=0)"),
+    ("kv_int(bits=8)", {"context": 0, "batch": 4}, "`batch` (=4) counts sequences of `context` tokens"),
     ("gptq(bits=4)", {"context": 8}, "gptq(bits=4, group_size=64) is not a method of the cache"),
     ("quest(budget=0.5)", {"context": 8}, "`caches` (quest(budget=0.5))"),
     ("full: kv_int", {"context": 8}, "is what the cache in 16 bits is called"),

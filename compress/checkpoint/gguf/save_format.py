@@ -38,6 +38,14 @@ class GGUF(SaveFormat):
         # Codes that fit no type are written in 16 bits; `verify` reports the cost.
         return "llama.cpp cannot transform the input of a linear" if linear.get("transform") else ""
 
+    def grows(self, linear: dict[str, Any]) -> bool:
+        part, *more = linear["parts"]
+        of_codes = (
+            part["format"] in ("int_group", "codebook") and part["bits"] in (4, 5, 8) and part["group_size"] == 32
+        )
+        plain = part.get("symmetric", True) and not part.get("double_quant") and part.get("scales") in (None, "e8m0")
+        return bool(more) or not (of_codes and plain)
+
     def problem_of_model(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
         if importlib.util.find_spec("gguf") is None:
             return "the package `gguf` is not installed, which `pip install gguf` brings"
