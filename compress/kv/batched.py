@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from compress.kv.attention import expect, expect_again
-from compress.kv.cache import CompressedCache
+from compress.kv.cache import CompressedCache, attend_new
 from compress.kv.layer import KERNEL_DTYPES, KVLayer
 from compress.kv.storage import Slab
 from compress.kv.support import storing_layers
@@ -48,7 +48,7 @@ class CacheBatch(Cache):
 
     def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
         """Take a layer's new tokens and attend, for passes without transformers' modules."""
-        return CompressedCache.attend_new(self, number, module, new)
+        return attend_new(self, number, module, new)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

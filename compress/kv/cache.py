@@ -335,14 +335,7 @@ class CompressedCache(Cache):
     def attend_new(self, number: int, module: nn.Module, new: NewTokens) -> Tensor:
         """Take a layer's new tokens and attend, for passes without transformers' modules: see
         `kernels.step.cache.AttendingCache`."""
-        note_hidden(new.hidden)
-        keys, values = self.update(new.k, new.v, number)
-        n, total, device = new.q.shape[2], keys.shape[2], keys.device
-        mask = None
-        if new.window and not isinstance(self.layers[number], KVLayer) and n > 1 and total > new.window:
-            at, place = torch.arange(total - n, total, device=device)[:, None], torch.arange(total, device=device)
-            mask = ((place <= at) & (place > at - new.window))[None, None]
-        return attention(module, new.q, keys, values, mask, scaling=new.scaling, softcap=new.softcap)[0]
+        return attend_new(self, number, module, new)
 
     def lend(self, number: int) -> CacheView | None:
         """The kept positions of a layer, for a step of decoding that appends one token to every row and attends: see
@@ -590,6 +583,18 @@ class CompressedCache(Cache):
             for layer, one, count, rows in zip(layers, scores, counts, due, strict=True):
                 layer.evict(one, torch.where(rows[:, None], count, layer.lengths), merge)
             self._scores = {}
+
+
+def attend_new(cache: Cache, number: int, module: nn.Module, new: NewTokens) -> Tensor:
+    """`AttendingCache.attend_new` of a cache whose layers are `KVLayer`s, or transformers' own with a window."""
+    note_hidden(new.hidden)
+    keys, values = cache.update(new.k, new.v, number)
+    n, total, device = new.q.shape[2], keys.shape[2], keys.device
+    mask = None
+    if new.window and not isinstance(cache.layers[number], KVLayer) and n > 1 and total > new.window:
+        at, place = torch.arange(total - n, total, device=device)[:, None], torch.arange(total, device=device)
+        mask = ((place <= at) & (place > at - new.window))[None, None]
+    return attention(module, new.q, keys, values, mask, scaling=new.scaling, softcap=new.softcap)[0]
 
 
 def _of_any_budget(policy: Policy) -> Policy:
