@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from compress.allocation.candidates import Candidates
@@ -84,7 +85,7 @@ def measure_drops(
     loss = PredictionLoss(model, probes, device)
     found: Losses = {kind: {} for kind in kinds}
     with fast_linear():
-        for index, block in enumerate(blocks):
+        for index, block in enumerate(tqdm(blocks, desc="losses without parts", unit="block")):
             kept = store.get(index) if store else None
             own = kept[1] if kept else {}
             there = [kind for kind in KINDS if parts_of(block)[kind]]
