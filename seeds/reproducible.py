@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from compress import held_out, load_model
-from kernels.support.deploy import deployed
+from kernels.support.deploy import cast, deployed
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def main() -> None:
     settings += [(batch, 1) for batch in (1, *given.batches) if most > 1]
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
-        small = deployed(model, torch.bfloat16).to(dtype)
+        small = cast(deployed(model, torch.bfloat16), dtype)
         found = {one: texts(small, prompts, *one, given.tokens) for one in settings}
         expected = found.pop((1, most))
         for (batch, threads), written in found.items():

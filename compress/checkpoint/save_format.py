@@ -1,7 +1,7 @@
 """The interface of a checkpoint format: what it can hold, how it is written, and how the written files are verified."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -173,8 +173,12 @@ class SaveFormat:
         """
         raise NotImplementedError
 
-    def grows(self, linear: dict[str, Any]) -> bool:
-        """Whether the files hold a linear, as for `problem`, in more bytes than the workbench, for certain."""
+    def grows(self, linear: dict[str, Any], grids: Collection[str]) -> bool:
+        """Whether the files hold a linear in more bytes than the workbench, for certain.
+
+        Args:
+            linear: as for `problem`. grids: to which the recipe rounds, by their names.
+        """
         return False
 
     def problem_of_model(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:

@@ -119,6 +119,7 @@ class Attachment:
                 how = f"{type(body).__name__} was called by itself, and not {type(self.model).__name__}"
         else:  # further passes of a cache say nothing new
             silent = isinstance(given, CompressedCache | CacheBatch | PlainCache) or bool(given.get_seq_length() > 0)
+            silent = silent or getattr(given, "is_trial", False)
             how = f"it got a {type(given).__name__} (by `cache_implementation` or `past_key_values`)"
         if silent:
             return

@@ -342,7 +342,7 @@ class CompressedCache(Cache):
         `kernels.step.cache.AttendingCache`. None if a policy, a reading or an observer needs the token in a way that
         such steps do not support."""
         layer = self.layers[number]
-        if self.observes or self.listener is not None or not self.by_kernel:
+        if self._is_watched:
             return None
         if not isinstance(layer, KVLayer):
             return lend_window(layer) if type(layer) is DynamicSlidingWindowLayer else None
@@ -351,13 +351,16 @@ class CompressedCache(Cache):
         return layer.lend() if self.reader is None else self.reader.lend(layer)
 
     @property
+    def _is_watched(self) -> bool:
+        """Whether someone wants the keys and queries of passes, or attention without the kernel."""
+        return self.observes or self.listener is not None or not self.by_kernel
+
+    @property
     def only_keeps(self) -> bool:
         """Whether a single token behind a prompt is only kept and attends: no policy scores or evicts by it."""
         policy = self.policy
-        if self._joining or self.observes or self.listener is not None or not self.by_kernel:
-            return False
-        idle = policy is None or not (policy.decoding or policy.at_every_pass or policy.runs_model and policy.window)
-        return bool(idle)
+        busy = policy is not None and (policy.decoding or policy.at_every_pass or policy.runs_model and policy.window)
+        return not (self._joining or self._is_watched or busy)
 
     def why_not_copied(self) -> str:
         """Why steps of decoding cannot work on copies of the layers, as `kernels.step.cache.StoringCache`."""

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from compress.allocation.predictions import divergence
 from compress.kv import CompressedCache, attach, attached
-from compress.kv.attach import Attachment, check_attach, slots_of
+from compress.kv.attach import check_attach, slots_of
 from compress.kv.policy import CacheMethod
 from compress.kv.timed import check_sized, check_timed_model
 from compress.linear import sharing_copy
@@ -187,9 +187,11 @@ def measure_caches(
     texts: Sequence[Tensor],
     rates: Mapping[str, float] | None,
 ) -> tuple[dict[str, Costs], list[Tensor]]:
-    """The bytes of every cache behind the context, and what is lost by it with the weights as they are; each context is
-    read once for all caches. And the predictions behind the contexts with the full cache, as `logits_behind` gives
-    them.
+    """The bytes of every cache behind the context, and what is lost by it with the weights as they are; and the
+    predictions behind the contexts with the full cache, as `logits_behind` gives them.
+
+    For the losses each context is read once for all caches, by one that also keeps all queries, and the inputs of all
+    attentions.
 
     Args:
         texts: [1, context + scored] each: the first `context` tokens are read as a prompt, and predictions for the
@@ -200,7 +202,10 @@ def measure_caches(
     with evaluating(model), fast_linear(), attached(model) as attachment:
         for text in tqdm(texts, desc="contexts for caches", unit="context"):
             prompt, behind = text.to(device_of(model)).split([asked.context, text.shape[1] - asked.context], 1)
-            for name, cache in _caches_behind(model, attachment, asked, prompt):
+            seen, _ = read_prompt(model, attachment.cache(observes=True), prompt)
+            for name, methods in asked.methods.items():
+                cache = seen.compressed(*slots_of(methods))
+                cache.paused = True
                 logits = model(behind, past_key_values=cache, use_cache=True).logits.cpu()
                 if name == FULL:  # the first one
                     expected.append(logits)
@@ -208,50 +213,31 @@ def measure_caches(
     for name, of in losses.items():
         if not all(map(isfinite, of)):
             raise ValueError(f"`caches` ({name}): predictions behind the context are no numbers (losses {of})")
-    sizes = dict[str, int]()
-    with in_16_bits(model) as small, attached(small) as attachment:
-        prompt = texts[0][:, : asked.context].to(small.device)
-        for name, cache in _caches_behind(small, attachment, asked, prompt):
-            small(prompt[:, -1:], past_key_values=cache, use_cache=True)
-            sizes[name] = cache.nbytes
-    found = {
-        name: Costs(
-            float(asked.batch * sizes[name]), fmean(losses[name]), rates[FULL] / rates[name] - 1 if rates else 0.0
-        )
-        for name in asked.methods
-    }
+    found = dict[str, Costs]()
+    with in_16_bits(model) as small:
+        for name, methods in tqdm(asked.methods.items(), desc="sizes of caches", unit="cache"):
+            with attached(small, methods) as attachment:
+                prompt = texts[0][:, : asked.context].to(small.device)
+                cache, token = read_prompt(small, attachment.cache(), prompt)
+                small(token, past_key_values=cache, use_cache=True)
+            slower = rates[FULL] / rates[name] - 1 if rates else 0.0
+            found[name] = Costs(float(asked.batch * cache.nbytes), fmean(losses[name]), slower)
     return found, expected
-
-
-def _caches_behind(
-    model: PreTrainedModel, attachment: Attachment, asked: CacheChoices, prompt: Tensor
-) -> Iterator[tuple[str, CompressedCache]]:
-    """Every cache behind a prompt [1, n], which is read once; nothing is evicted from them any more."""
-    seen = attachment.cache(observes=True)
-    model(prompt, past_key_values=seen, use_cache=True, logits_to_keep=1)
-    for name, methods in asked.methods.items():
-        cache = seen.compressed(*slots_of(methods))
-        cache.paused = True
-        yield name, cache
 
 
 @torch.no_grad()
 def logits_behind(
-    model: PreTrainedModel, methods: Sequence[CacheMethod] | None, texts: Sequence[Tensor], context: int
+    model: PreTrainedModel, methods: Sequence[CacheMethod], texts: Sequence[Tensor], context: int
 ) -> list[Tensor]:
     """Of every text [1, context + scored], logits [1, scored, vocabulary] behind the context, which is kept by these
-    methods; without them (None or empty), of one pass over the whole text."""
+    methods; without any, in full."""
     texts = [text.to(device_of(model)) for text in texts]
-    with evaluating(model), fast_linear():
-        if not methods:
-            scored = texts[0].shape[1] - context
-            return [model(text, use_cache=False, logits_to_keep=scored).logits.cpu() for text in texts]
-        with attached(model, methods) as attachment:
-            caches = (read_prompt(model, attachment.cache(), text[:, :context])[0] for text in texts)
-            return [
-                model(text[:, context:], past_key_values=cache, use_cache=True).logits.cpu()
-                for text, cache in zip(texts, caches, strict=True)
-            ]
+    with evaluating(model), fast_linear(), attached(model, methods) as attachment:
+        caches = (read_prompt(model, attachment.cache(), text[:, :context])[0] for text in texts)
+        return [
+            model(text[:, context:], past_key_values=cache, use_cache=True).logits.cpu()
+            for text, cache in zip(texts, caches, strict=True)
+        ]
 
 
 def read_prompt(model: PreTrainedModel, cache: CompressedCache, prompt: Tensor) -> tuple[CompressedCache, Tensor]:

@@ -198,6 +198,9 @@ def measure_library(
         with evaluating(model):
             probes = windows(batches, method.tokens)
             dropped = measure_drops(model, batches, probes, kinds, planned.device, kept)
+        for kind, losses in dropped.items():
+            if odd := [index for index, loss in losses.items() if not isfinite(loss)]:
+                raise ValueError(f"`drops`: without the {kind} of block {odd[0]}, predictions are no numbers")
     work = sharing_copy(model)
     split_all_experts(work)
     with evaluating(work):

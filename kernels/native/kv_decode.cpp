@@ -582,22 +582,32 @@ at::Tensor kv_append_decode(const at::Tensor& q, const at::Tensor& new_k, const 
     TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) == D && x.is_contiguous() && x.scalar_type() == q.scalar_type(), "kv_append_decode: new ",
                       x.sizes(), " ", x.scalar_type(), " do not fit q ", q.sizes(), " ", q.scalar_type());
   std::vector<workbench::KeptHeads> kept;
-  int64_t head = 0;
-  for (size_t i = 0; i < parts; i++) {
+  int64_t heads = 0;
+  for (size_t i = 0; i < parts; i++) {  // everything is checked before anything is written
     const auto of = [&](const std::vector<at::Tensor>& all) { return coded ? Maybe(all[i]) : Maybe(); };
-    const int64_t heads = k[i].size(1), place = counts[2 * i + 1];
-    for (const auto& [to, from] : {std::pair{coded ? tail_k[i] : k[i], new_k}, std::pair{coded ? tail_v[i] : v[i], new_v}}) {
-      TORCH_CHECK_VALUE(to.dim() == 4 && to.size(0) == 1 && to.size(1) == heads && to.size(3) == D && to.stride(3) == 1 &&
-                            to.scalar_type() == q.scalar_type() && place >= 0 && place < to.size(2) && head + heads <= from.size(0),
-                        "kv_append_decode: the cache ", to.sizes(), " ", to.scalar_type(), " has no place for position ", place);
-      for (int64_t h = 0; h < heads; h++)
-        std::memcpy(static_cast<char*>(to.mutable_data_ptr()) + (h * to.stride(1) + place * to.stride(2)) * q.element_size(),
-                    static_cast<const char*>(from.const_data_ptr()) + (head + h) * bytes, bytes);
-    }
+    const int64_t own = k[i].dim() == 4 ? k[i].size(1) : 0, place = counts[2 * i + 1];
+    const auto fits = [&](const at::Tensor& to) {
+      return to.dim() == 4 && to.size(0) == 1 && to.size(1) == own && to.size(3) == D && to.stride(3) == 1 &&
+             to.scalar_type() == q.scalar_type() && place >= 0 && place < to.size(2);
+    };
+    const bool codes = !coded || (k[i].size(3) * 8 == D * bits && v[i].dim() == 5 && params_k[i].dim() >= 4 && params_v[i].dim() >= 4 &&
+                                  v[i].size(1) == own && counts[2 * i] >= 0 && counts[2 * i] <= k[i].size(2) && fits(tail_v[i]));
+    TORCH_CHECK_VALUE(own && codes && fits(coded ? tail_k[i] : k[i]) && (coded || fits(v[i])) && starts[i].numel() == own,
+                      "kv_append_decode: the cache ", k[i].sizes(), " has no place for position ", place, " of ", own, " heads of ", D,
+                      " channels");
     kept.push_back({k[i], v[i], of(params_k), of(params_v), of(tail_k), of(tail_v), starts[i], counts[2 * i], place + 1});
-    head += heads;
+    heads += own;
   }
-  TORCH_CHECK_VALUE(head == new_k.size(0) && head == new_v.size(0), "kv_append_decode: ", head, " heads in all, and ", new_k.size(0), " new");
+  TORCH_CHECK_VALUE(heads == new_k.size(0) && heads == new_v.size(0) && q.size(1) % heads == 0, "kv_append_decode: ", heads,
+                    " heads in all, ", new_k.size(0), " new, and q ", q.sizes());
+  int64_t head = 0;
+  for (const auto& one : kept) {
+    for (const auto& [to, from] : {std::pair{coded ? *one.tail_k : one.k, new_k}, std::pair{coded ? *one.tail_v : one.v, new_v}})
+      for (int64_t h = 0; h < one.k.size(1); h++)
+        std::memcpy(static_cast<char*>(to.mutable_data_ptr()) + (h * to.stride(1) + (one.more - 1) * to.stride(2)) * q.element_size(),
+                    static_cast<const char*>(from.const_data_ptr()) + (head + h) * bytes, bytes);
+    head += one.k.size(1);
+  }
   return workbench::attend_kept(q, kept, {}, bits, group, scale, softcap, isa);
 }
 

@@ -74,7 +74,7 @@ def accelerate(
             itself loses at most so many nats on it (-log p), also where the model would choose another token. It counts
             for the draft that is given here or was given before, and for no other guesses; a call without it sets 0.
         lay_out: lay 16-bit weights out a second time for prompts, if there is much free memory; False: they are read as
-            they are, more slowly. It counts for a model that is not accelerated yet.
+            they are, more slowly. It counts for the model and a draft, if they are not accelerated yet.
 
     Returns:
         the model
@@ -92,16 +92,16 @@ def accelerate(
     if why_not := _accelerated(model, dtype, lay_out):
         warnings.warn(f"the model is not accelerated: {why_not}", stacklevel=2)
     draft = earlier if draft is None else draft
-    if draft is not None and (why_not := _set_draft(model, draft)):
+    if draft is not None and (why_not := _set_draft(model, draft, lay_out)):
         warnings.warn(f"the draft is not used: {why_not}", stacklevel=2)
     if (acceleration := getattr(model, ACCELERATION, None)) is not None:
         acceleration.rollback = rollback
     return model
 
 
-def _set_draft(model: nn.Module, draft: nn.Module) -> str:
+def _set_draft(model: nn.Module, draft: nn.Module, lay_out: bool) -> str:
     """Accelerate the draft of an accelerated model, and return why it is not used; "": it is used."""
-    why_not = _accelerated(draft, model.dtype if model.dtype in DTYPES.values() else None)
+    why_not = _accelerated(draft, model.dtype if model.dtype in DTYPES.values() else None, lay_out)
     if (acceleration := getattr(model, ACCELERATION, None)) is not None:
         acceleration.draft = draft
     refused = f"it is not accelerated: {why_not}" if why_not else ""
@@ -264,6 +264,7 @@ class Acceleration:
         recognise(model)  # before any pass, because other kinds of models may not know static caches
         ids = (torch.arange(TRIED) * 7919 % model.get_input_embeddings().num_embeddings)[None]
         cache = static_cache(model, 64)
+        cache.is_trial = True  # caches that are attached to the model need not warn of it
         model(ids, past_key_values=cache, use_cache=True)  # makes the cache's tensors
         native_prompt(model, cache, ids, laid_out=False)
         check_outputs(model, recognise(model))

@@ -204,9 +204,9 @@ class _Service:
     def _measure_caches(self) -> dict[str, CacheMeasure]:
         names, found = (costs.PLAIN, *self.asked.caches), dict[str, CacheMeasure]()
         with in_16_bits(self.model) as small:
+            _accelerate(small)
             for name in tqdm(names, desc="caches", unit="cache"):
                 with attached(small, self._methods(name)) as attachment:
-                    _accelerate(small)
                     read_prompt(small, attachment.cache(), self.texts[0][:, :WARM].to(small.device))
                     with peak_above_start(small.device) as peak:
                         prompt = self.texts[0][:, : self.asked.context].to(small.device)
@@ -287,6 +287,7 @@ class _Service:
         """Decode as many sequences as predicted, or fewer if these take more than the memory."""
         count, rounds = chosen.batch, list[ServingRound]()
         with in_16_bits(self._model(chosen.weights)) as small:
+            _accelerate(small)
             resident, methods = size(small).resident_bytes, self._methods(chosen.cache)
             while True:
                 found = self._together(small, methods, count)
@@ -304,7 +305,6 @@ class _Service:
         tokens per second of all sequences."""
         device = model.device
         with attached(model, methods) as attachment, evaluating(model):
-            _accelerate(model)
             read_prompt(model, attachment.cache(), self.texts[0][:, :WARM].to(device))
             with peak_above_start(device) as peak:
                 read = self._read_prompts(model, attachment, count)

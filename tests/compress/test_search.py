@@ -452,13 +452,16 @@ def test_models_of_standard_choices_can_be_saved(choices, model):
     check_save_format("workbench" if choices == "trellis" else choices, [method], model, sized=True)
 
 
-@pytest.mark.parametrize(
-    "choices", ["trellis", "gptq(bits=3, group_size=32, scale_dtype=float16)", "sparsegpt(ratio=0.5)"]
-)
+@pytest.mark.parametrize("choices", [
+    "trellis", "sparsegpt(ratio=0.5)", "gptq(bits=3, group_size=32, scale_dtype=float16)", "rtn(group_size=32, grid=nf4)",
+    "rtn(group_size=32, scale_dtype=e8m0)", "rtn(bits=8)",
+])  # fmt: skip
 def test_choices_that_files_hold_in_more_bytes_are_refused(choices, model):
     check_save_format("gguf", [search_method(choices)], model)
     with pytest.raises(ValueError, match="in more bytes than `max_bytes` counts; choices=gguf is"):
         check_save_format("gguf", [search_method(choices)], model, sized=True)
+    stored = apply("rtn(bits=5, group_size=32, where=embedding)", model).model  # what was stored before is not a choice
+    check_save_format("gguf", [search_method("rtn(group_size=32)")], stored, sized=True)
 
 
 def test_given_choices_are_those_of_the_model(tmp_path, model, batches):

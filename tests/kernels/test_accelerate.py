@@ -178,6 +178,13 @@ def test_operations_between_products_agree_with_torch(isa, dtype):
 
 
 @torch.no_grad()
+def test_weights_lie_in_memory_once_if_that_is_asked(tiny):
+    model = accelerate(tiny("llama"), lay_out=False)
+    ids = torch.arange(64)[None]
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+    assert not model.acceleration._reader.tensors and copy.deepcopy(model).acceleration.lay_out is False
+
+
 def test_changes_of_the_model_are_seen_at_the_next_prompt(tiny):
     from compress import METHODS, apply
 

@@ -1,7 +1,7 @@
 """GGUF as a checkpoint format. The package `gguf` is imported when a file is written: nothing else needs it."""
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,13 +38,17 @@ class GGUF(SaveFormat):
         # Codes that fit no type are written in 16 bits; `verify` reports the cost.
         return "llama.cpp cannot transform the input of a linear" if linear.get("transform") else ""
 
-    def grows(self, linear: dict[str, Any]) -> bool:
+    def grows(self, linear: dict[str, Any], grids: Collection[str]) -> bool:
         part, *more = linear["parts"]
-        of_codes = (
-            part["format"] in ("int_group", "codebook") and part["bits"] in (4, 5, 8) and part["group_size"] == 32
-        )
-        plain = part.get("symmetric", True) and not part.get("double_quant") and part.get("scales") in (None, "e8m0")
-        return bool(more) or not (of_codes and plain)
+        if more or part["format"] == "dense":  # sums become floats, and floats stay floats
+            return bool(more)
+        kind, scales = part["format"], part.get("scales")
+        held = {"int_group": (set(grids) <= {"int"}, (4, 5, 8)), "codebook": (set(grids) <= {"iq4_nl"}, (4,))}
+        if kind == "codebook" and scales == "e8m0":
+            held, scales = {"codebook": (set(grids) <= {"mxfp4"}, (4,))}, None
+        known, widths = held.get(kind, (False, ()))
+        plain = part.get("symmetric", True) and not part.get("double_quant") and scales is None
+        return not (known and plain and part["bits"] in widths and part["group_size"] == 32)
 
     def problem_of_model(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
         if importlib.util.find_spec("gguf") is None:
