@@ -185,6 +185,7 @@ def test_weights_lie_in_memory_once_if_that_is_asked(tiny):
     assert not model.acceleration._reader.tensors and copy.deepcopy(model).acceleration.lay_out is False
 
 
+@torch.no_grad()
 def test_changes_of_the_model_are_seen_at_the_next_prompt(tiny):
     from compress import METHODS, apply
 
