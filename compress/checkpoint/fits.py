@@ -35,9 +35,10 @@ def check_save_format(save_format: str, recipe: Recipe, model: nn.Module, *, siz
     for variant in itertools.product(*(method.variants() for method in settled)):
         linears, made_by = linears_to_be(variant, outline)
         check_holds(save_format, outline, linears, made_by)
+        if not sized:
+            continue
         grids = {method.grid for method in variant if hasattr(method, "grid")}
-        made = {name: spec for name, spec in linears.items() if sized and name in made_by}
-        if name := next((name for name, spec in made.items() if writer.grows(spec, grids)), ""):
+        if name := next((name for name in made_by if writer.grows(linears[name], grids)), ""):
             raise ValueError(
                 f"`save_format` (={save_format!r}) holds {name}, as {made_by[name]} stores it, in more bytes than "
                 f"`max_bytes` counts; choices={save_format} is a standard set that it holds as it is"

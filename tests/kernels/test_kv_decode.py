@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from kernels import native
 from kernels.kv_decode import KV, dequantize_kv, kv_decode, merge_parts, quantize_kv, quantize_kv_float8
-from kernels.kv_decode.apart import kv_decode_apart
+from kernels.kv_decode.apart import kv_append_decode, kv_decode_apart
 from kernels.kv_decode.cases import checks, e4m3, elements, exact
 from kernels.kv_decode.layout import from_float8
 from kernels.registry import recording
@@ -288,6 +288,43 @@ def test_cpu_checks_on_every_instruction_set(isa, monkeypatch):
 
 
 @pytest.mark.in_turns
+@needs_native
+@pytest.mark.parametrize("bits, group", [(16, 0), (8, 32), (4, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_token_is_appended_to_every_cache_and_read(bits, group, dtype):
+    """Caches of several lengths; of one without room, nothing is written into the others, either."""
+    heads, room, tail, parts = 2, 8, 3, []
+    for i, coded in enumerate((64, 192, 128)):
+        _, cache, _ = make(1, heads, S=coded, dtype=dtype, bits=bits, group=group, seed=i)
+        rows = torch.randn(2, 1, heads, room, 16, generator=torch.Generator().manual_seed(i)).to(dtype)
+        starts = torch.tensor([[0, 5 + i]], dtype=torch.int32)
+        if bits == 16:
+            keys, values = (torch.cat([x, y], 2) for x, y in zip(cache[:2], rows, strict=True))
+            parts.append(([keys, values, starts], (0, coded + tail), cache))
+        else:
+            parts.append(([cache.k, cache.v, starts, cache.params_k, cache.params_v, *rows], (coded, tail), cache))
+    columns, counts = [list(column) for column in zip(*(own for own, _, _ in parts), strict=True)], []
+    for _, of, _ in parts:
+        counts += of
+    q, k, v = (
+        torch.randn(len(parts) * heads, n, 16, generator=torch.Generator().manual_seed(9)).to(dtype) for n in (3, 1, 1)
+    )
+    how = {"bits": bits, "group": group or 64, "scale": 0.25}
+    written = columns[1] if bits == 16 else columns[-1]
+    before = [column.clone() for column in written]
+    with pytest.raises(ValueError, match="has no place for position"):
+        kv_append_decode(q, k, v, columns, [*counts[:-1], 4 * room + 200], **how)
+    assert all(map(torch.equal, before, written))
+    y = kv_append_decode(q, k, v, columns, counts, **how)
+    for i, (own, (_, more), cache) in enumerate(parts):
+        of = slice(i * heads, (i + 1) * heads)
+        held = [x[:, :, : more + 1] for x in (own[:2] if bits == 16 else own[-2:])]
+        assert torch.equal(held[0][0, :, -1], k[of, 0]) and torch.equal(held[1][0, :, -1], v[of, 0])
+        kept = KV(*held) if bits == 16 else KV(*cache[:4], *held, bits, group)
+        expected = kv_decode(q[of].reshape(1, -1, 1, 16), kept, kept.positions - own[2], starts=own[2], scale=0.25)
+        assert rms(y[of].reshape(expected.shape), expected) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
 @needs_native
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("D", [64, 80, 256])

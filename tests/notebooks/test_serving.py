@@ -315,7 +315,7 @@ def test_the_original_may_be_the_best_choice(model, texts, quick):
     here = written | {"serving": written["serving"] | {"device": "here"}}
     for one, said in (
         (written, "No measured speed stands beside it"),
-        (here, "by `accelerate` where it knows the model"),
+        (here, "by <code>accelerate</code> where it knows the model"),
     ):
         assert said in whole_page(one) and f"({one['serving']['device']}) allow" in whole_page(one)
 

@@ -25,6 +25,14 @@ model, tokenizer = AutoModelForCausalLM.from_pretrained(**where), AutoTokenizer.
 """
 
 
+# Bits of codes in groups of 32 that take as many bytes in a file, by format, grid and kind of scales (None: 16 bits).
+AS_THEY_ARE = {
+    ("int_group", "int", None): (4, 5, 8),
+    ("codebook", "iq4_nl", None): (4,),
+    ("codebook", "mxfp4", "e8m0"): (4,),
+}
+
+
 class GGUF(SaveFormat):
     """Holds decoders of the architectures in `models.py`; weights whose codes fit no type are written as floats."""
 
@@ -42,13 +50,9 @@ class GGUF(SaveFormat):
         part, *more = linear["parts"]
         if more or part["format"] == "dense":  # sums become floats, and floats stay floats
             return bool(more)
-        kind, scales = part["format"], part.get("scales")
-        held = {"int_group": (set(grids) <= {"int"}, (4, 5, 8)), "codebook": (set(grids) <= {"iq4_nl"}, (4,))}
-        if kind == "codebook" and scales == "e8m0":
-            held, scales = {"codebook": (set(grids) <= {"mxfp4"}, (4,))}, None
-        known, widths = held.get(kind, (False, ()))
-        plain = part.get("symmetric", True) and not part.get("double_quant") and scales is None
-        return not (known and plain and part["bits"] in widths and part["group_size"] == 32)
+        widths = [AS_THEY_ARE.get((part["format"], grid, part.get("scales")), ()) for grid in grids or ("int",)]
+        plain = part.get("symmetric", True) and not part.get("double_quant") and part.get("group_size") == 32
+        return not (plain and all(part.get("bits") in of for of in widths))
 
     def problem_of_model(self, model: nn.Module, linears: Mapping[str, dict[str, Any]]) -> str:
         if importlib.util.find_spec("gguf") is None:
