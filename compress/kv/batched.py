@@ -1,7 +1,8 @@
 """Several compressed caches in one batch: row i of the batch reads and extends cache i."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from transformers import Cache
 from compress.kv.attention import expect, expect_again
 from compress.kv.cache import CompressedCache, attend_new
 from compress.kv.layer import KERNEL_DTYPES, KVLayer
-from compress.kv.storage import Slab
+from compress.kv.precision import Precision
+from compress.kv.storage import DividedSlab, Slab
 from compress.kv.support import storing_layers
 from kernels.kv_decode import in_cpp
 from kernels.kv_decode.apart import kv_append_decode
@@ -37,6 +39,7 @@ class CacheBatch(Cache):
         super().__init__(layers=caches[0].layers)  # they give transformers the positions and the size of masks
         self.caches, self.model = list(caches), caches[0].model
         self._storing = storing_layers(self.model)
+        self._kept: dict[int, _Kept] = {}  # by layer
 
     @property
     def knows_padding(self) -> bool:
@@ -98,31 +101,32 @@ class CacheBatch(Cache):
         if not fits or not (mask is None or bool(mask.all())):
             own = [k for k, _ in self._updated(layer_idx, k, v)]
             return self._attend(layer_idx, own, k, module, q, key, mask, **about)
-        how, forms = {"scale": about["scaling"], "softcap": about["softcap"]}, dict[tuple, _Heads]()
+        layers = [cache.layers[layer_idx] for cache in self.caches]
+        kept = self._kept.get(layer_idx)
+        if kept is None or kept.changed(layers):
+            kept = self._kept[layer_idx] = _Kept(layers)
+        how = {"scale": about["scaling"], "softcap": about["softcap"]}
         kv_heads, shared = k.shape[1], q.shape[1] // k.shape[1]
         y = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for row, cache in enumerate(self.caches):
-            layer, head = cache.layers[layer_idx], 0
-            for slab in layer.slabs:
-                end = head + slab.starts.shape[1]
-                if isinstance(slab, Slab) and slab.only_appends:
-                    form = slab.precision.bits if slab.codes else 16, slab.precision
-                    forms.setdefault(form, _Heads()).add(slab, range(row * kv_heads + head, row * kv_heads + end))
-                else:  # a group of positions becomes codes, or steps do not read this form
-                    of = slice(row, row + 1), slice(head * shared, end * shared)
-                    slab.append(k[row : row + 1, head:end], v[row : row + 1, head:end])
-                    y[of] = slab.attend(q[of], **how)[0]
-                head = end
+        by_head = [x.reshape(len(q) * kv_heads, -1, x.shape[-1]) for x in (q, k, v)]
+        alone = list(kept.others)
+        for some in kept.forms:
+            alone += some.take_one()
+            at, held = some.places(len(by_head[0])), some.held
+            if some.counts:
+                queries, keys, values = (x[at] for x in by_head)
+                queries, keys, values = held.turned(queries), held.turned(keys), held.values_turned(values)
+                more = {**how, "bits": some.bits, "group": held.group}
+                found = kv_append_decode(queries, keys, values, some.columns, some.counts, **more)
+                y.view(len(by_head[0]), shared, -1)[at] = held.values_turned(found)
+        for slab, numbers in alone:  # a group of positions becomes codes, or steps do not read this form
+            row, head = divmod(numbers.start, kv_heads)
+            end = head + len(numbers)
+            of = slice(row, row + 1), slice(head * shared, end * shared)
+            slab.append(k[row : row + 1, head:end], v[row : row + 1, head:end])
+            y[of] = slab.attend(q[of], **how)[0]
+        for layer in layers:
             layer.count_one()
-        heads = len(q) * kv_heads
-        by_head = [x.reshape(heads, -1, x.shape[-1]) for x in (q, k, v)]
-        for (bits, held), some in forms.items():
-            at = slice(None) if len(some.numbers) == heads else torch.tensor(some.numbers)
-            queries, keys, values = (x[at] for x in by_head)
-            queries, keys, values = held.turned(queries), held.turned(keys), held.values_turned(values)
-            more = {**how, "bits": bits, "group": held.group}
-            found = kv_append_decode(queries, keys, values, some.columns, some.counts, **more)
-            y.view(heads, shared, -1)[at] = held.values_turned(found)
         return y.transpose(1, 2).contiguous()
 
     def _attend(
@@ -172,21 +176,111 @@ class CacheBatch(Cache):
             cache.finish()
 
 
+class _Kept:
+    """What the caches of a batch keep in one layer, by form; found once, and again when a cache has other slabs.
+
+    Attributes:
+        forms: heads whose tokens are appended and read by `kv_append_decode`, by form.
+        others: other slabs, each with the numbers of its heads in the batch.
+    """
+
+    def __init__(self, layers: Sequence[KVLayer]) -> None:
+        self.slabs = [layer.slabs for layer in layers]
+        self.others: list[tuple[Slab | DividedSlab, range]] = []
+        forms: dict[tuple[int, Precision], _Heads] = {}
+        start = 0
+        for slab in chain(*self.slabs):
+            numbers = range(start, start + slab.starts.shape[1])
+            if isinstance(slab, Slab) and slab.read_by_steps:
+                form = slab.precision.bits if slab.codes else 16, slab.precision
+                forms.setdefault(form, _Heads(*form)).add(slab, numbers)
+            else:
+                self.others.append((slab, numbers))
+            start = numbers.stop
+        self.forms = list(forms.values())
+
+    def changed(self, layers: Sequence[KVLayer]) -> bool:
+        """Whether a cache has other slabs now, or a slab has its first codes."""
+        same = all(layer.slabs is before for layer, before in zip(layers, self.slabs, strict=True))
+        return not same or any(some.changed for some in self.forms)
+
+
 class _Heads:
-    """Some heads of the rows of a layer, of one form, as `kv_append_decode` takes them. numbers: in the batch."""
+    """Heads of one form, as `kv_append_decode` takes them. What it takes of a slab is looked up again only if its tail
+    is another tensor or is full.
 
-    def __init__(self) -> None:
-        self.numbers: list[int] = []
-        self.counts: list[int] = []
-        self.columns: list[list[Tensor]] = []
+    Attributes:
+        bits, held: the form; 16 bits if the slabs have no codes.
+        columns, counts: of the slabs that take part in this step.
+        changed: a slab has codes, and had none.
+    """
 
-    def add(self, slab: Slab, numbers: Iterable[int]) -> None:
-        """Add the heads of a slab, which counts the new token."""
-        self.counts += slab.take_one()
-        own = [slab.k.buffer, slab.v.buffer]
+    def __init__(self, bits: int, held: Precision) -> None:
+        self.bits, self.held, self.changed = bits, held, False
+        self._slabs: list[tuple[Slab, range]] = []
+        self._tails: list[tuple[Tensor | None, int]] = []  # the tensor to which keys are appended, and up to where
+        self._columns: list[list[Tensor]] = [[] for _ in range(3 if bits == 16 else 7)]
+        self._coded: list[int] = []
+        self._behind: list[int] = []  # positions behind those that are codes, without the new one
+        self._all: list[int] = []
+        self._left: list[int] = []
+
+    def add(self, slab: Slab, numbers: range) -> None:
+        """Add a slab, and the numbers of its heads in the batch."""
+        self._slabs.append((slab, numbers))
+        self._tails.append((None, 0))
+        self._coded.append(0)
+        self._behind.append(0)
+        for column in self._columns:
+            column.append(slab.starts)  # until it is looked up
+        self._all += numbers
+
+    def take_one(self) -> list[tuple[Slab, range]]:
+        """Count the new token in every slab, except in those that it gives back, which do more than append."""
+        self._left = []
+        for i, ((slab, _), (tail, end)) in enumerate(zip(self._slabs, self._tails, strict=True)):
+            keys = slab.k
+            if keys.buffer is tail and keys.length < end:
+                self._behind[i] = keys.length
+                keys.length += 1
+                slab.v.length += 1
+            elif not self._look_up(i, slab):
+                self._left.append(i)
+        return [self._slabs[i] for i in self._left]
+
+    def _look_up(self, i: int, slab: Slab) -> bool:
+        """Count the new token, and note the tensors of slab i; False if it does more than append."""
+        self._tails[i] = None, 0
+        self.changed = self.changed or bool(slab.codes) != (self.bits != 16)
+        if self.changed or not slab.only_appends:
+            return False
+        self._coded[i], self._behind[i] = slab.take_one()
+        k, v = slab.k.buffer, slab.v.buffer
+        own = [k, v, slab.starts]
         if slab.codes:
-            own = [*(one.buffer for one in slab.codes), *own]
-        self.columns = self.columns or [[] for _ in range(len(own) + 1)]
-        for column, tensor in zip(self.columns, (own[0], own[1], slab.starts, *own[2:]), strict=True):
-            column.append(tensor)
-        self.numbers += numbers
+            codes_k, codes_v, *params = (one.buffer for one in slab.codes)
+            own = [codes_k, codes_v, slab.starts, *params, k, v]
+        for column, tensor in zip(self._columns, own, strict=True):
+            column[i] = tensor
+        self._tails[i] = k, min(k.shape[2], v.shape[2], slab.k.length + slab.free)
+        return True
+
+    @property
+    def columns(self) -> list[list[Tensor]]:
+        return [self._without(column) for column in self._columns]
+
+    @property
+    def counts(self) -> list[int]:
+        pairs = zip(self._without(self._coded), self._without(self._behind), strict=True)
+        return list(chain.from_iterable(pairs))
+
+    def places(self, heads: int) -> Tensor | slice:
+        """The numbers of these heads among all heads of the batch."""
+        if not self._left:
+            return slice(None) if len(self._all) == heads else torch.tensor(self._all)
+        return torch.tensor([number for _, numbers in self._without(self._slabs) for number in numbers])
+
+    def _without(self, of: list) -> list:
+        """Of a list by slab, the elements of those that take part in this step."""
+        left = set(self._left)
+        return [one for i, one in enumerate(of) if i not in left] if left else of

@@ -9,6 +9,7 @@ class Growing:
 
     def __init__(self, x: Tensor, least: int = 16) -> None:
         self.buffer, self.length, self.least = x.contiguous(), x.shape[2], least
+        self._blank = self.length  # behind this position and `length`, the buffer holds zeros
 
     @property
     def view(self) -> Tensor:
@@ -30,7 +31,9 @@ class Growing:
     def extend(self, count: int) -> None:
         """Append `count` zeros."""
         self.reserve(count)
-        self.buffer[:, :, self.length : self.length + count] = 0
+        if self.length < self._blank:
+            self.buffer[:, :, self.length :] = 0
+            self._blank = self.length
         self.length += count
 
     def reserve(self, count: int) -> None:
@@ -40,10 +43,11 @@ class Growing:
             B, H, _, *rest = self.buffer.shape
             larger = self.buffer.new_empty(B, H, end + max(self.least, end // 8), *rest)
             larger[:, :, : self.length] = self.view
-            self.buffer = larger
+            self.buffer, self._blank = larger, larger.shape[2]
 
     def drop_last(self, count: int) -> None:
         """Remove the last `count` positions."""
+        self._blank = max(self._blank, self.length)
         self.length -= count
 
     def rows(self, change) -> None:

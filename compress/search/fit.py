@@ -35,6 +35,7 @@ from compress.search.drops import dropping, kinds_of
 from compress.search.library import (
     LEAST,
     ORIGINAL,
+    PHASES,
     Library,
     Timer,
     Times,
@@ -43,7 +44,7 @@ from compress.search.library import (
     measure_times,
     same_choices,
 )
-from compress.search.program import Costs, LayersProgram
+from compress.search.program import NAMES, Costs, LayersProgram
 from compress.search.wishes import Wishes
 from compress.walk.capture import device_of
 from compress.walk.experts import is_fused_experts
@@ -135,7 +136,9 @@ def fit(
             keep all limits: the message says for each limit how near one can come.
     """
     if wishes.timed and timer is None:
-        raise ValueError("`timer` must be given for limits of speed (`min_decode`, `min_prefill`), or to optimise it")
+        raise ValueError(
+            "`timer` must be given for limits of speed (`min_decode`, `min_prefill`, `max_ttft`), or to optimise it"
+        )
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError("`fit` times models, and several processes would find different choices: run one process")
     if wishes.timed and caches and cache_timer is None:
@@ -206,7 +209,7 @@ def _times(
         if wishes.timed:
             raise ValueError(
                 "the layers of a model with experts are not timed, so that no speed can be limited or optimised: leave "
-                "out `min_decode` and `min_prefill`, and give only one of `max_bytes` and `max_kl`"
+                "out `min_decode`, `min_prefill` and `max_ttft`, and give only one of `max_bytes` and `max_kl`"
             )
         return None
     if timer is None or not wishes.timed:
@@ -218,17 +221,16 @@ def _check_speeds(method: Mixed, model: PreTrainedModel, wishes: Wishes, times: 
     """Raise ValueError if no choices for the weights keep a limit of speed."""
     if not same_choices(method, model):  # a mixture may be faster than any model with one choice
         return
-    for name, place in (("min_decode", 0), ("min_prefill", 1)):
-        wish = getattr(wishes, name)
-        if wish is None:
+    for place, of in enumerate((times.decode, times.prefill)):
+        rate = wishes.least_rate(place, times.original[place])
+        if rate is None:
             continue
-        of = (times.decode, times.prefill)[place]
         parts = [[of[t] - 1 for t, one in method.methods.items() if where in one.places] for where in PLACES]
         fastest = times.original[place] / max(1 + sum(min(part, default=0.0) for part in parts), LEAST)
-        if (rate := wish * times.original[place] if wishes.times else wish) > fastest:
+        if rate > fastest:
             raise ValueError(
-                f"`{name}` (={rate:.0f} tokens/s) cannot be kept: the fastest choices reach about {fastest:.0f} "
-                f"tokens/s here, and the original {times.original[place]:.0f}"
+                f"{wishes.asked_rate(PHASES[place], rate)} cannot be kept: the fastest choices reach about "
+                f"{fastest:.0f} tokens/s here, and the original {times.original[place]:.0f}"
             )
 
 
@@ -345,11 +347,9 @@ class _Search:
         excess = {}
         if self.wishes.max_kl is not None:
             excess["loss"] = log(max(one.divergence, TINY) / self.wishes.max_kl)
-        for place, (name, wish) in enumerate(
-            (("decode", self.wishes.min_decode), ("prefill", self.wishes.min_prefill))
-        ):
-            if wish is not None and (rate := getattr(one, name)):
-                excess[name] = log(self._rate(wish, place) / rate)
+        for name, least in self._least_rates().items():
+            if reached := getattr(one, name):
+                excess[name] = log(least / reached)
         return excess
 
     def _keeps(self, one: SearchRound) -> bool:
@@ -382,8 +382,10 @@ class _Search:
         result, chosen = self.made[index]
         record = SearchRecord(
             max_bytes=self.wishes.max_bytes,
-            min_decode=self._rate(self.wishes.min_decode, 0),
-            min_prefill=self._rate(self.wishes.min_prefill, 1),
+            min_decode=self._least_rates().get("decode"),
+            min_prefill=self._least_rates().get("prefill"),
+            max_ttft=self.wishes.max_ttft,
+            prompt=self.wishes.prompt,
             max_kl=self.wishes.max_kl,
             minimised=self._aim,
             rounds=tuple(rounds),
@@ -416,16 +418,17 @@ class _Search:
             limits["bytes"] = wishes.max_bytes - self.library.beside
         if wishes.max_kl is not None:
             limits["loss"] = wishes.max_kl / self.factor
-        for name, wish, place in (("decode", wishes.min_decode, 0), ("prefill", wishes.min_prefill, 1)):
-            if wish is not None:
-                limits[name] = self.times.original[place] / self._rate(wish, place) / self.slower[place] - 1
+        for name, least in self._least_rates().items():
+            place = PHASES.index(name)
+            limits[name] = self.times.original[place] / least / self.slower[place] - 1
         return limits
 
-    def _rate(self, wish: float | None, place: int) -> float | None:
-        """A wished speed in tokens per second."""
-        if wish is None or not self.wishes.times:
-            return wish
-        return wish * self.times.original[place]
+    def _least_rates(self) -> dict[str, float]:
+        """The least tokens per second of the phases whose speed is limited."""
+        if self.times is None:
+            return {}
+        rates = {phase: self.wishes.least_rate(i, self.times.original[i]) for i, phase in enumerate(PHASES)}
+        return {phase: rate for phase, rate in rates.items() if rate is not None}
 
     def _point(self, chosen: Mapping[str, str]) -> SearchPoint:
         return self._as_point(self.program.of(chosen), self.factor)
@@ -448,7 +451,7 @@ class _Search:
     def _impossible(self) -> str:
         """For each limit, how near one can come while the others are kept."""
         limits, said = self._limits(), []
-        names = {"bytes": "max_bytes", "loss": "max_kl", "decode": "min_decode", "prefill": "min_prefill"}
+        names = {name: self.wishes.named(name) for name in NAMES}
         for name in limits:
             others = {other: limit for other, limit in limits.items() if other != name}
             best = self.program.best(name, others)
@@ -460,10 +463,14 @@ class _Search:
                 "bytes": f"{point.bytes / 1e6:.1f} MB",
                 "loss": f"{point.loss:.4f} nats per token",
                 "decode": f"{point.decode or 0:.0f} tokens/s",
-                "prefill": f"{point.prefill or 0:.0f} tokens/s",
+                "prefill": self._prompt_in_words(point.prefill or TINY),
             }
             said.append(f"`{names[name]}` can be {reached[name]} at best if the other limits are kept")
         return f"no choices keep all limits: {'; '.join(said)}"
+
+    def _prompt_in_words(self, rate: float) -> str:
+        """The speed of reading a prompt, as the user limits it."""
+        return f"{rate:.0f} tokens/s" if self.wishes.max_ttft is None else f"{1e3 * self.wishes.prompt / rate:.1f} ms"
 
     @torch.no_grad()
     def _logits(self, model: PreTrainedModel, cache: str) -> list[Tensor]:

@@ -3,7 +3,12 @@
 import re
 from dataclasses import dataclass
 
+from eval.record.search import PROMPT
+from kernels.support.errors import check_positive
 from kernels.support.units import bytes_of
+
+LIMITS = ("max_bytes", "min_decode", "min_prefill", "max_ttft", "max_kl")
+UNITS = {"ms": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +21,8 @@ class Wishes:
         min_decode, min_prefill: tokens per second of one sequence, or with `times` multiples of the original's.
         max_kl: divergence from the original model, nats per token.
         times: are the two speeds multiples of the original's, in 16 bits on the same machine?
+        max_ttft: seconds until the first token after a prompt of `prompt` tokens.
+        prompt: tokens of the prompts that are timed.
     """
 
     max_bytes: float | None = None
@@ -23,9 +30,12 @@ class Wishes:
     min_prefill: float | None = None
     max_kl: float | None = None
     times: bool = False
+    max_ttft: float | None = None
+    prompt: int = PROMPT
 
     def __post_init__(self) -> None:
-        limits = {name: getattr(self, name) for name in ("max_bytes", "min_decode", "min_prefill", "max_kl")}
+        check_positive(prompt=self.prompt)
+        limits = {name: getattr(self, name) for name in LIMITS}
         if all(limit is None for limit in limits.values()):
             raise ValueError(f"one of {', '.join(f'`{name}`' for name in limits)} must be given: they limit the search")
         for name, limit in limits.items():
@@ -35,7 +45,8 @@ class Wishes:
     @property
     def timed(self) -> bool:
         """Does a limit, or what is optimised, concern time, so that choices must be timed?"""
-        return self.min_decode is not None or self.min_prefill is not None or self.minimises == "decode"
+        speeds = self.min_decode, self.min_prefill, self.max_ttft
+        return any(limit is not None for limit in speeds) or self.minimises == "decode"
 
     @property
     def minimises(self) -> str:
@@ -45,6 +56,30 @@ class Wishes:
         if self.max_bytes is None:
             return "bytes"
         return "decode" if self.min_decode is None else "loss"
+
+    def named(self, cost: str) -> str:
+        """The parameter that limits a cost, by its name in `compress.search.program`."""
+        if cost == "prefill":
+            return "min_prefill" if self.max_ttft is None else "max_ttft"
+        return {"bytes": "max_bytes", "loss": "max_kl", "decode": "min_decode"}[cost]
+
+    def asked_rate(self, phase: str, rate: float) -> str:
+        """A limit of speed for an error: the parameter and its tokens per second."""
+        name = self.named(phase)
+        how = f"{self.max_ttft:g} s for {self.prompt} tokens, " if name == "max_ttft" else ""
+        return f"`{name}` (={how}{rate:.0f} tokens/s)"
+
+    def least_rate(self, place: int, original: float) -> float | None:
+        """The least tokens per second that keep the limits; None: there is none.
+
+        Args:
+            place: 0 for decoding, 1 for reading a prompt. original: tokens per second of the original model.
+        """
+        wish = (self.min_decode, self.min_prefill)[place]
+        rates = [] if wish is None else [wish * original if self.times else wish]
+        if place == 1 and self.max_ttft is not None:
+            rates.append(self.prompt / self.max_ttft)
+        return max(rates, default=None)
 
 
 def speed_of(name: str, text: str) -> tuple[float | None, bool]:
@@ -65,7 +100,29 @@ def speed_of(name: str, text: str) -> tuple[float | None, bool]:
         ) from None
 
 
-def wishes_of(*, max_bytes: str = "", min_decode: str = "", min_prefill: str = "", max_kl: float = 0.0) -> Wishes:
+def seconds_of(name: str, text: str) -> float | None:
+    """The time that a text means: 200ms, or 0.2s; None if empty.
+
+    Raises:
+        ValueError: it is no time.
+    """
+    if not text.strip():
+        return None
+    found = re.fullmatch(r"\s*(\d*\.?\d+)\s*(ms|s)\s*", text)
+    if not found or not float(found[1]):
+        raise ValueError(f"`{name}` (={text!r}) must be a time above 0 with its unit, such as 200ms or 0.2s")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def wishes_of(
+    *,
+    max_bytes: str = "",
+    min_decode: str = "",
+    min_prefill: str = "",
+    max_ttft: str = "",
+    prompt: int = PROMPT,
+    max_kl: float = 0.0,
+) -> Wishes:
     """The wishes that parameters of a notebook or a command line name; "" and 0: no limit.
 
     Raises:
@@ -86,4 +143,6 @@ def wishes_of(*, max_bytes: str = "", min_decode: str = "", min_prefill: str = "
         min_prefill=prefill,
         max_kl=max_kl or None,
         times=by_decode or by_prefill,
+        max_ttft=seconds_of("max_ttft", max_ttft),
+        prompt=prompt,
     )

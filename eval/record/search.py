@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 CLOSE = 0.02  # share by which the measured divergence may exceed its limit
+PROMPT = 256  # tokens of the prompts that are timed in a search, as a standard
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ class SearchRecord:
 
     Attributes:
         max_bytes, min_decode, min_prefill, max_kl: the limits; None: there was none. Speeds are tokens per second.
+        max_ttft: limit of the seconds until the first token after a prompt of `prompt` tokens, which min_prefill keeps.
+        prompt: tokens of the prompts that were timed.
         minimised: "loss", "bytes" or "decode" (which is maximised).
         rounds, kept: the models that were made, and the number of the one that was kept.
         front: the least losses for sizes between the smallest and the largest, within the limits of speed.
@@ -130,6 +133,8 @@ class SearchRecord:
     uniform_point: SearchPoint | None = None
     picked: tuple[SearchLayer, ...] = ()
     caches: SearchCaches | None = None
+    max_ttft: float | None = None
+    prompt: int = PROMPT
 
     def broken(self) -> list[str]:
         """The limits that the model that was kept does not keep, in sentences."""
@@ -153,6 +158,11 @@ class SearchRecord:
     def _with_cache(self) -> str:
         """What sizes count beside the stored model, for sentences."""
         return " with its cache" if self.caches else ""
+
+    @property
+    def _until_first(self) -> str:
+        """The limit of the time until the first token, for a sentence; "" if there is none."""
+        return f" ({self.prompt} tokens in {1e3 * self.max_ttft:g} ms)" if self.max_ttft else ""
 
     def beside_uniform(self) -> str:
         """What the best recipe with one choice for all linears gives, in a sentence; "" if it is not known."""
@@ -189,7 +199,7 @@ class SearchRecord:
         limits = [
             f"at most {self.max_bytes / 1e6:.1f} MB{self._with_cache}" if self.max_bytes else "",
             f"decoding at {self.min_decode:.0f} tokens/s or more" if self.min_decode else "",
-            f"prompts at {self.min_prefill:.0f} tokens/s or more" if self.min_prefill else "",
+            f"prompts at {self.min_prefill:.0f} tokens/s or more{self._until_first}" if self.min_prefill else "",
             f"a divergence of at most {self.max_kl:g} nats per token" if self.max_kl else "",
         ]
         aim = {"loss": "least divergence", "bytes": "smallest size", "decode": "fastest decoding"}

@@ -27,6 +27,7 @@ from eval.machine.load import LoadMeter
 from eval.machine.memory import return_freed_memory
 from eval.machine.size import positions
 from eval.record.noise import Load, spread
+from eval.record.search import PROMPT
 from eval.record.speed import Speed, StepPart, TimingSettings
 from eval.speed.attention import fast_attention
 from eval.speed.device_lock import undisturbed
@@ -180,25 +181,34 @@ def measure_speed(
 
 
 def rates_in_turns(
-    models: Mapping[str, nn.Module], *, prompt_tokens: int = 256, new_tokens: int = 24, rounds: int = 3
+    models: Mapping[str, nn.Module], *, prompt_tokens: int = PROMPT, new_tokens: int = 24, rounds: int = 3
 ) -> dict[str, tuple[float, float]]:
     """Tokens per second of decoding and of reading a prompt of several models in 16 bits, timed in turns as
-    `standard_variants` are, the first one in its strongest form."""
+    `standard_variants` are, the first one in its strongest form. A model with few positions gets a shorter prompt than
+    the standard one.
+
+    Raises:
+        ValueError: a longer prompt than the standard one has no room in the positions of a model.
+    """
     room = min(map(positions, models.values())) - new_tokens
+    if prompt_tokens > max(room, PROMPT):
+        raise ValueError(
+            f"`prompt` (={prompt_tokens}) must be at most {room}: the model has {room + new_tokens} positions, and "
+            f"{new_tokens} tokens are decoded"
+        )
     how = {"prompt_tokens": max(1, min(prompt_tokens, room)), "new_tokens": new_tokens, "rounds": rounds}
     speeds = measure_speed(contestants(models), **how)
     return {name: (one.decode_tokens_per_s, one.prefill_tokens_per_s) for name, one in speeds.items()}
 
 
-def timer(rounds: int) -> Callable[[Mapping[str, nn.Module]], dict[str, tuple[float, float]]]:
-    """`rates_in_turns` with this number of rounds, for `compress.fit`.
+def timer(rounds: int, prompt: int = PROMPT) -> Callable[[Mapping[str, nn.Module]], dict[str, tuple[float, float]]]:
+    """`rates_in_turns` with this number of rounds and prompts of so many tokens, for `compress.fit`.
 
     Raises:
-        ValueError: the number is below 1.
+        ValueError: a number is below 1.
     """
-    if rounds < 1:
-        raise ValueError(f"`search_rounds` (={rounds}) must be at least 1")
-    return partial(rates_in_turns, rounds=rounds)
+    check_positive(search_rounds=rounds, prompt=prompt)
+    return partial(rates_in_turns, rounds=rounds, prompt_tokens=prompt)
 
 
 def in_groups(

@@ -80,7 +80,7 @@ def _wishes(run: RunRecord, made: SearchRecord) -> list[WishRow]:
             rows.append(as_row(decoding, made.min_decode, point.decode, kept.decode, whole, **about))
             if point.prefill and kept.prefill:
                 rows.append(as_row("prompts, tokens/s", made.min_prefill, point.prefill, kept.prefill, whole, **about))
-        return rows
+        return [*rows, *_first_token(made)]
     for corpus in run.corpora:
         got = score("compressed", f"kl_{corpus}")
         rows.append(
@@ -106,7 +106,17 @@ def _wishes(run: RunRecord, made: SearchRecord) -> list[WishRow]:
         rows.append(
             as_row(f"{name}, tokens/s", wish, predicted, score("compressed", metric), whole, most=False, close=CLOSE)
         )
-    return rows
+    return [*rows, *_first_token(made)]
+
+
+def _first_token(made: SearchRecord) -> list[WishRow]:
+    """The time until the first token as the search measured it, if it is limited."""
+    kept = made.rounds[made.kept]
+    if not made.max_ttft or not kept.point.prefill or not kept.prefill:
+        return []
+    name = f"first token after {made.prompt:,} tokens, ms (in the search)"
+    times = (1e3 * made.prompt / rate for rate in (kept.point.prefill, kept.prefill))
+    return [as_row(name, 1e3 * made.max_ttft, *times, number, close=CLOSE)]
 
 
 def as_row(

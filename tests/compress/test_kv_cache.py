@@ -467,13 +467,17 @@ def test_single_tokens_of_a_batch_are_read_together(tiny, tokens, architecture, 
         layers = len(together[0].own)
         for at in range(45):
             token = more[:, at : at + 1]
+            if at in (20, 33):  # these tokens go into each cache by itself, between those of the batch
+                for one in (*together, *alone):
+                    model(token, past_key_values=one)
+                continue
             rows = model(token.expand(len(recipes), -1), past_key_values=cache).logits
             own = torch.cat([model(token, past_key_values=one).logits for one in alone])
             if dtype == torch.float32:
                 assert_close(rows, own, rtol=1e-4, atol=1e-4)
             else:
                 assert float((rows - own).float().norm() / own.float().norm()) < 0.03
-        assert len(calls) > 45 * layers  # in some forms each
+        assert len(calls) > 43 * layers  # in some forms each
         for a, b in zip(alone, together, strict=True):
             for one, other in zip(a.own, b.own, strict=True):
                 assert torch.equal(one.lengths, other.lengths) and torch.equal(one.tokens, other.tokens)

@@ -31,6 +31,7 @@ from compress.walk.walk import stored_as
 from compress.weights.mixed import windows
 from eval.machine.size import size
 from eval.record.rows import typed
+from eval.speed import speed
 from notebooks.study.caches import cache_timer
 from reports.page import search
 
@@ -211,6 +212,9 @@ def test_limits_are_read_as_users_write_them():
         ({"min_decode": "0"}, r"`min_decode` \(=0.0\) must be a number above 0"),
         ({"max_kl": float("nan")}, r"`max_kl` \(=nan\) must be a number above 0"),
         ({"min_decode": "2x", "min_prefill": "100"}, "both be tokens per second, or both multiples"),
+        ({"max_ttft": "200"}, r"`max_ttft` \(='200'\) must be a time above 0 with its unit"),
+        ({"max_ttft": "0ms"}, r"`max_ttft` \(='0ms'\) must be a time above 0"),
+        ({"max_ttft": "1s", "prompt": 0}, r"`prompt` \(=0\) must be a positive integer"),
     ):
         with pytest.raises(ValueError, match=message):
             wishes_of(**given)
@@ -262,6 +266,39 @@ def test_speeds_are_predicted_from_models_with_one_choice(model, batches):
     assert found.record.min_decode == pytest.approx(50 * (1 + fastest))
     assert found.record.rounds[0].point.decode >= 0.999 * found.record.min_decode
     assert {TEXTS[0], TEXTS[2]} & set(filter(found.record.used.get, found.record.used))
+
+
+def test_the_time_until_the_first_token_is_limited(model, batches):
+    """As the speed of prompts of the given length is; the page shows it in milliseconds."""
+    rates = {"8": 4000.0, "4": 2000.0, "2": 1000.0}
+
+    def by_bits(models):
+        texts = {name: re.findall(r"bits=(\d)", name) for name in models}
+        mixed = {name: 3000.0 for name, text in texts.items() if not text} | {"original": 1500.0}
+        return {name: (100.0, rates[text[0]] if text else mixed[name]) for name, text in texts.items()}
+
+    limit = wishes_of(max_ttft="200ms", prompt=512)
+    assert (limit.max_ttft, limit.least_rate(1, 7.0), limit.least_rate(0, 7.0)) == (0.2, 2560, None)
+    both = wishes_of(max_ttft="0.2s", prompt=512, min_prefill="2x")
+    assert both.least_rate(1, 1500.0) == 3000 and both.least_rate(1, 1000.0) == 2560
+    found = fit(model, batches, limit, method=chooser(), timer=by_bits).record
+    assert (found.min_prefill, found.max_ttft, found.prompt) == (2560, 0.2, 512) and not found.broken()
+    assert found.rounds[found.kept].point.prefill >= 2559 and found.used[TEXTS[2]]
+    assert "prompts at 2560 tokens/s or more (512 tokens in 200 ms)" in found.sentences()[0]
+    (row,) = (one for one in search.context(typed({"search": found}))["wishes"] if "first token" in one.name)
+    assert (row.name, row.asked, row.measured, row.kept) == (
+        "first token after 512 tokens, ms (in the search)", "200", "171", "yes",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"`max_ttft` \(=0.1 s for 512 tokens, 5120 tokens/s\) cannot be kept"):
+        fit(model, batches, wishes_of(max_ttft="100ms", prompt=512), method=chooser(), timer=by_bits)
+    with pytest.raises(ValueError, match=r"`max_ttft` can be 4\d\d.\d ms at best if the other limits are kept"):
+        small = 1.05 * chooser().smallest_size(model)
+        fit(model, batches, Wishes(max_bytes=small, max_ttft=0.15, prompt=512), method=chooser(), timer=by_bits)
+
+
+def test_prompts_must_fit_into_the_model(model):
+    with pytest.raises(ValueError, match=r"`prompt` \(=100000\) must be at most \d+: the model has \d+ positions"):
+        speed.timer(1, 100_000)({"original": model})
 
 
 def test_times_are_kept_for_the_next_search(model, batches, monkeypatch):

@@ -19,6 +19,7 @@ WISHES = {  # limits of `fit`: parameters of its notebook
     "max_bytes": "largest size of the whole stored model: 80MB, 1.5GB",
     "min_decode": "least speed of decoding: tokens per second, such as 250, or a multiple of the original's: 2x",
     "min_prefill": "least speed of reading a prompt, likewise",
+    "max_ttft": "longest time until the first token after a prompt: 200ms, 0.5s",
     "max_kl": "largest divergence from the original, nats per token",
 }
 CACHES = {  # choices of `fit` for the cache: parameters of its notebook
@@ -31,7 +32,7 @@ CACHES = {  # choices of `fit` for the cache: parameters of its notebook
     "caches": ("RECIPES", "standard", "recipes of the cache, with semicolons between; a standard set"),
 }
 _ARGUMENTS = {"model_name": "MODEL", "recipe": "RECIPE", "save_path": "--out", SAVE_FORMAT: "--format"}
-_ARGUMENTS |= {name: f"--{name.replace('_', '-')}" for name in (*WISHES, *CACHES, "minutes", "drops")}
+_ARGUMENTS |= {name: f"--{name.replace('_', '-')}" for name in (*WISHES, *CACHES, "prompt", "minutes", "drops")}
 
 
 def declare(command, verb: str) -> argparse.ArgumentParser:
@@ -47,6 +48,7 @@ def declare(command, verb: str) -> argparse.ArgumentParser:
     if verb == "fit":
         for name, help in WISHES.items():
             parser.add_argument(_ARGUMENTS[name], metavar="LIMIT", default="", help=help)
+        parser.add_argument("--prompt", metavar="TOKENS", default="256", help="tokens of the prompts that are timed")
         trained = "minutes of training of each of the best models, at most three, which are then ranked again"
         parser.add_argument("--minutes", metavar="MINUTES", default="0", help=trained)
         left_out = "parts of blocks that may be left out, too: attention, mlp, or both with a comma between"
@@ -75,7 +77,7 @@ def given(options: argparse.Namespace) -> list[list[str]]:
     asked = {"model_name": options.model, "save_path": options.out, SAVE_FORMAT: _format(options.format)}
     if options.verb == "fit":
         asked |= {name: getattr(options, name) or ("0" if name == "max_kl" else "") for name in WISHES}
-        asked |= {name: getattr(options, name) for name in ("minutes", "drops", *CACHES)}
+        asked |= {name: getattr(options, name) for name in ("prompt", "minutes", "drops", *CACHES)}
         asked = {"choices": _standard(options.format), **dict(options.parameter), **asked}
     else:
         asked["recipe"] = options.recipe
