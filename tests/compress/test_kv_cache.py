@@ -1,6 +1,7 @@
 """A compressed cache changes nothing but what it evicts: for batches, padding, chunks, turns, beams and assistants."""
 
 import copy
+import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from compress import METHODS, apply
 from compress.kv import CacheBatch, CompressedCache, attach, attached, attachment_of, batched, detach, left_alone
 from compress.kv.attention import attend
 from compress.kv.eviction.knorm import KNorm
+from compress.kv.growing import Growing
 from compress.kv.policy import ALLOCATIONS, Policy
 from kernels import native
 from kernels.registry import recording
@@ -482,6 +484,25 @@ def test_single_tokens_of_a_batch_are_read_together(tiny, tokens, architecture, 
             for one, other in zip(a.own, b.own, strict=True):
                 assert torch.equal(one.lengths, other.lengths) and torch.equal(one.tokens, other.tokens)
                 assert [slab.coded for slab in one.slabs] == [slab.coded for slab in other.slabs]
+
+
+def test_tensors_grow_by_zeros_whatever_they_held_before():
+    """Also where numbers were that are dropped, and behind a tensor that was appended."""
+    draw, one, expected = random.Random(0), Growing(torch.ones(1, 2, 3)), torch.ones(1, 2, 3)
+    for _ in range(200):
+        count = draw.randint(1, 5)
+        if draw.random() < 0.5:
+            one.extend(count)
+            expected = torch.nn.functional.pad(expected, (0, count))
+        elif draw.random() < 0.5:
+            one.append(torch.full((1, 2, count), 5.0))
+            expected = torch.nn.functional.pad(expected, (0, count), value=5.0)
+        elif one.length > count:
+            one.drop_last(count)
+            expected = expected[..., :-count]
+        assert torch.equal(one.view, expected)
+        one.view[..., -2:] += 1
+        expected[..., -2:] += 1
 
 
 @torch.no_grad()
