@@ -176,7 +176,7 @@ class GuessedTokens:
 
 @dataclass(frozen=True)
 class GuessingSpeed:
-    """The baseline writing a kind of text in one way: "plain", "look-up", or with a draft of this name.
+    """The baseline writing a kind of text in one way: "plain", "look-up", with a draft of this name, or with both.
 
     tokens_per_s: with the time of the prompts, median over the rounds. ratio: to plain decoding in the same round,
     median. spread: relative difference that chance makes, from plain decoding timed twice. same: were all texts those

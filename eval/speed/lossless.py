@@ -43,6 +43,11 @@ LOOKED_UP = 15  # most tokens that a look-up guesses at a time
 LENGTHS = (1, 2, 4, 8)  # numbers of guesses for which the mean number of accepted ones is computed
 
 
+def with_look_up(draft: str) -> str:
+    """The name of the way that looks guesses up, and takes those of a draft elsewhere."""
+    return f"{LOOK_UP} and {draft}"
+
+
 @dataclass
 class Guessing:
     """The measurements, for a notebook and for the record."""
@@ -117,10 +122,11 @@ def check_lossless(
         )
     if rollback and not speed_rounds:
         raise ValueError(f"`rollback` (={rollback:g}) needs `speed_rounds`, in which approximate texts are written")
-    if taken := sorted({PLAIN, LOOK_UP, AGAIN} & set(drafts)):
+    ways = {PLAIN, LOOK_UP, AGAIN, *map(with_look_up, drafts)}
+    if taken := sorted(ways & set(drafts)):
         raise ValueError(
             f"`compare` names a draft {taken[0]!r}; every name is allowed but those of other ways of writing: {PLAIN}, "
-            f"{LOOK_UP}, {AGAIN}"
+            f"{LOOK_UP}, {AGAIN}, and {LOOK_UP!r} with another draft"
         )
 
 
@@ -133,7 +139,8 @@ def measure_lossless(
     speed_rounds: int = 3,
     rollback: float = 0.0,
 ) -> Guessing:
-    """Measure models as drafts of "baseline", and the speed of look-up and of each draft in turns with plain decoding.
+    """Measure models as drafts of "baseline", and the speed of look-up, of each draft and of both in turns with
+    plain decoding.
 
     Args:
         models: "baseline", and its drafts by name; bfloat16 copies are accelerated.
@@ -220,8 +227,9 @@ def _speeds(
     rollback: float,
 ) -> list[GuessingSpeed]:
     """Texts of a kind, written in turns in every way."""
+    both = {with_look_up(name): draft for name, draft in drafts.items()}
     ways: dict[tuple[str, float], Any] = {
-        (way, 0.0): draft for way, draft in {PLAIN: None, LOOK_UP: None, **drafts}.items()
+        (way, 0.0): draft for way, draft in {PLAIN: None, LOOK_UP: None, **drafts, **both}.items()
     }
     ways |= {(name, rollback): draft for name, draft in drafts.items()} if rollback else {}
     ways[AGAIN, 0.0] = None
@@ -235,7 +243,7 @@ def _speeds(
                 original.acceleration.draft, original.acceleration.rollback = draft, way[1]
                 before, began = original.acceleration.guessed, time.perf_counter()
                 texts = [
-                    _text(original, ids, len(text), LOOKED_UP if way[0] == LOOK_UP else None)
+                    _text(original, ids, len(text), LOOKED_UP if way[0] in (LOOK_UP, *both) else None)
                     for ids, text in zip(prompts, plain, strict=True)
                 ]
                 seconds[way] += [time.perf_counter() - began] if turn else []

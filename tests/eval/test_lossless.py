@@ -79,7 +79,8 @@ def test_every_way_writes_the_same_text(tiny, tokenizer, short_prompts):
     assert made.metrics["near"]["guess_acceptance"] == near.acceptance and better("guess_acceptance") == 1
     if native.why_not() is None and native.isa(torch.bfloat16) != "portable":
         ways = [(one.kind, one.way) for one in made.record.speeds]
-        assert ways == [(kind, way) for kind in KINDS for way in ("plain", "look-up", "near", "far")]
+        both = ("look-up and near", "look-up and far")
+        assert ways == [(kind, way) for kind in KINDS for way in ("plain", "look-up", "near", "far", *both)]
         assert all(one.same and one.tokens_per_s > 0 and one.spread >= 0 for one in made.record.speeds)
         assert AGAIN not in {way for _, way in ways}
         speeds = {one.way: one for one in made.record.speeds}
@@ -97,14 +98,15 @@ def test_approximate_texts_stand_beside_their_loss(tiny, tokenizer, short_prompt
     models = {"baseline": model, "near": noisy(model, 0.05)}
     record = measure_lossless(models, tokenizer, guess_tokens=24, speed_rounds=1, rollback=50.0).record
     rows = [one for one in record.speeds if one.kind == "editing"]
-    assert [(one.way, one.rollback) for one in rows] == [("plain", 0), ("look-up", 0), ("near", 0), ("near", 50.0)]
-    assert all(one.same and one.loss is None for one in rows[:3])
+    ways = ("plain", "look-up", "near", "look-up and near")
+    assert [(one.way, one.rollback) for one in rows] == [*((way, 0) for way in ways), ("near", 50.0)]
+    assert all(one.same and one.loss is None for one in rows[:4])
     half = accelerate(deployed(model))
     ids = encode_prompt(tokenizer, "w1 w2 w3 w4 w1 w2 w3")
     text = half.generate(ids, max_new_tokens=24, do_sample=False)
     own = half(text[:, :-1]).logits[0, ids.shape[1] - 1 :].float().log_softmax(-1)
     wanted = -own[range(24), text[0, ids.shape[1] :]].mean()
-    assert rows[3].plain_loss == pytest.approx(float(wanted), rel=0.02) and rows[3].loss > 0
+    assert rows[4].plain_loss == pytest.approx(float(wanted), rel=0.02) and rows[4].loss > 0
     run = typed({"lossless": plain(record)})
     assert run.lossless == record
     assert sum(row[1].startswith("near, rollback 50") for row in context(run)["speeds"]) == len(KINDS)
@@ -116,7 +118,7 @@ def test_approximate_texts_stand_beside_their_loss(tiny, tokenizer, short_prompt
 @needs_steps
 def test_guesses_are_counted_and_a_way_without_any_is_marked(tiny, tokenizer, short_prompts, monkeypatch):
     monkeypatch.setattr(Pace, "measured", True)
-    monkeypatch.setattr(Pace, "count", lambda self, kind, *_: self._rates.setdefault(kind, [1.0, 1.0]) and 2)
+    monkeypatch.setattr(Pace, "count", lambda self, kind, *_, **__: self._rates.setdefault(kind, [1.0, 1.0]) and 2)
     model = tiny("llama")
     models = {"baseline": model, "near": noisy(model, 0.05)}
     monkeypatch.setattr(Draft, "_has_read", lambda self, text, most: False)  # as with a prompt that is too long
@@ -126,7 +128,7 @@ def test_guesses_are_counted_and_a_way_without_any_is_marked(tiny, tokenizer, sh
     run = typed({"lossless": plain(record)})
     assert run.lossless == record
     shown = [row[1] for row in context(run)["speeds"]]
-    assert shown == ["plain", "look-up", "near (did not guess)"] * len(KINDS)
+    assert shown == ["plain", "look-up", "near (did not guess)", "look-up and near"] * len(KINDS)
     assert "near (did not guess)" in lossless.Guessing(record)._repr_html_()
     earlier = plain(record)
     for one in earlier["speeds"]:
@@ -143,6 +145,7 @@ def test_drafts_without_verifying_steps_are_not_timed_and_named(tiny, tokenizer,
         "plain",
         "look-up",
         "near",
+        "look-up and near",
     }
     why_not = context(typed({"lossless": plain(record)}))["why_not"]
     assert "other was not timed: the draft is not accelerated on a CPU: " in why_not, "with the reason"

@@ -10,7 +10,7 @@ from transformers import DynamicCache, GenerationConfig
 from kernels import native
 from kernels.step.accelerate import Acceleration, StepsInOneCall, accelerate
 from kernels.step.assemble import NativeStep
-from kernels.step.writing.guesses import RETRY, DraftPace, Pace, PromptLookup
+from kernels.step.writing.guesses import RETRY, ROUNDS, DraftPace, LookupOrDraft, Pace, PromptLookup
 from tests.kernels.test_generate import REQUESTS, Heard
 
 pytestmark = pytest.mark.skipif(
@@ -253,6 +253,68 @@ def test_a_draft_changes_no_text(tiny, noise, samples, monkeypatch, read):
     assert steps[model] < {(0.0, False): 40, (0.0, True): 120, (0.1, False): 290}.get((noise, samples), 300)
     if noise == 1.0:
         assert steps[draft] < 60, "it is left alone after a second trial"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_look_up_and_a_draft_together_change_no_text(tiny, noise, samples, monkeypatch, read):
+    """Both guess, and the draft reads what it did not guess itself: a few tokens in steps, and more as a prompt."""
+    model, draft = drafts(tiny, noise, monkeypatch)
+    note, looked_up = Pace.note, []
+
+    def noted(self, kind, guessed, accepted, seconds):
+        looked_up.append(guessed)
+        note(self, kind, guessed, accepted, 1 + guessed / 9)
+
+    monkeypatch.setattr(Pace, "note", noted)
+    how = HOW | {"max_new_tokens": 300, "do_sample": samples, "eos_token_id": None}
+    how |= {"top_k": 4, "temperature": 0.3} if samples else {}
+    texts = []
+    for more in ({}, {"assistant_model": draft, "prompt_lookup_num_tokens": 10}):
+        read.clear()
+        torch.manual_seed(3)
+        texts.append(model.generate(IDS, **how, **more))
+        steps = {one: sum(of is one for of in read.models) for one in (model, draft)}
+    assert torch.equal(*texts) and steps[model] < 299 and steps[draft] > 0
+    if not samples:
+        assert max(looked_up) > 1 and steps[model] < 120
+    guessed = accelerate(model, draft=draft).generate(IDS, **HOW, prompt_lookup_num_tokens=10)
+    assert torch.equal(guessed, texts[0][:, : guessed.shape[1]]) or samples
+
+
+@torch.no_grad()
+def test_what_gains_more_guesses(tiny, monkeypatch):
+    """Look-up, where it has a match and its expected speed-up is above that of the draft; else the draft."""
+    asked = []
+
+    class Fake:
+        rollback = 0.5
+
+        def guess(self, text, most, choice):
+            asked.append("draft")
+            return [7] if len(text) < 40 else []
+
+        def note(self, accepted, seconds):
+            asked.append(f"noted {accepted}")
+
+    pace = DraftPace()
+    both = LookupOrDraft(PromptLookup(10, 3), Fake(), pace)
+    text = [1, 2, 3, 4, 5, 6]
+    assert both.guess(text, 20, None) == [7] and both.rollback == 0.5
+    both.note(1, 1.0)
+    assert asked == ["draft", "noted 1"]
+    text += [9] * 40
+    for _ in range(3):  # nobody guesses: both learn the time of a step of one token
+        assert both.guess(text, 20, None) == [] and both.rollback == 0.0
+        both.note(0, 1.0)
+    assert asked[2:] == ["draft", "noted 0"] * 3
+    text = text[:6] + [1, 2, 3]
+    both = LookupOrDraft(PromptLookup(10, 3), Fake(), pace)
+    both._look_up._pace._alone.extend([1.0] * 3)
+    assert both.guess(text, 20, None)[:3] == [4, 5, 6] and both.rollback == 0.0
+    pace._rounds.extend([(9, 1.0)] * ROUNDS)  # a draft that makes texts nine times as fast
+    assert LookupOrDraft(both._look_up, Fake(), pace).guess(text, 20, None) == [7]
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ and positions, and calls each processor on the whole vocabulary. Here the text i
 step of decoding is called directly. Processors, stopping criteria and streamers of the user are called for every
 token, as transformers calls them. A request that this loop does not know runs in transformers' own loop.
 
-With prompt look-up (`prompt_lookup_num_tokens`) or a draft (`assistant_model`, or that of `accelerate`), a step
+With prompt look-up (`prompt_lookup_num_tokens`), a draft (`assistant_model`, or that of `accelerate`), or both, a step
 verifies several guessed tokens of one sequence where it gains time. Its logits are those of steps of one token, bit by
 bit, and a guess is kept only if the same token is then chosen from them, with the same random numbers: the text is the
 one that is written without guesses. With a `rollback` of `accelerate`, guesses of its draft also stay where the model
@@ -31,7 +31,7 @@ from transformers.generation import (
 from transformers.generation.streamers import BaseStreamer
 
 from kernels.step.native import MOST_IN_SEQUENCE
-from kernels.step.writing.guesses import Draft, DraftPace, Guesser, PromptLookup
+from kernels.step.writing.guesses import Draft, DraftPace, Guesser, LookupOrDraft, PromptLookup
 from kernels.step.writing.sampling import SamplingChoice, choice_of
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -95,7 +95,7 @@ def _guesser(
         ValueError: `assistant_model` has another vocabulary.
     """
     draft = kwargs.get("assistant_model")
-    if draft is None and looks_up is None:
+    if draft is None:
         draft = getattr(model.acceleration, "draft", None)
     given = args[:1] + (kwargs.get("inputs"), kwargs.get("input_ids"))
     ids = next((one for one in given if one is not None), None)
@@ -103,15 +103,19 @@ def _guesser(
         return None
     if kwargs.get("assistant_tokenizer") is not None or not _verifies(model):
         return None
+    look_up = None
+    if looks_up is not None:
+        look_up = PromptLookup(min(looks_up, MOST_IN_SEQUENCE - 1), config.max_matching_ngram_size)
     if draft is None:
-        return PromptLookup(min(looks_up, MOST_IN_SEQUENCE - 1), config.max_matching_ngram_size)
+        return look_up
     check_vocabulary(model, draft, "assistant_model")
     if draft is model or not _verifies(draft):
-        return None
+        return look_up
     acceleration = model.acceleration
     rollback = acceleration.rollback if draft is acceleration.draft else 0.0
     pace = acceleration.paces.setdefault((id(draft), rollback), DraftPace())
-    return Draft(draft, MOST_IN_SEQUENCE - 1, pace, rollback)
+    guesser = Draft(draft, MOST_IN_SEQUENCE - 1, pace, rollback)
+    return guesser if look_up is None else LookupOrDraft(look_up, guesser, pace)
 
 
 def check_vocabulary(model: nn.Module, draft: nn.Module, parameter: str) -> None:

@@ -1,6 +1,7 @@
 """Guesses of the next tokens, which one step of a model verifies: they change the time of a text, and not the text.
 
-They come from the text itself (`PromptLookup`), or from a smaller model with the same vocabulary (`Draft`).
+They come from the text itself (`PromptLookup`), from a smaller model with the same vocabulary (`Draft`), or from both
+(`LookupOrDraft`).
 
 Sources: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, arXiv:2211.17192; prompt look-up:
 Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding. A guess is accepted if the model itself chooses this token,
@@ -35,7 +36,8 @@ GAIN = 1.03  # least expected speed-up for which tokens are guessed
 KEPT = 0.97  # factor by which earlier guesses count less with every further one
 SAMPLES = 9  # last times of steps whose median counts
 FEWEST = 3  # with fewer measured times, the default takes the place of the missing ones in the median
-BY_STEPS = 4  # unread tokens up to which a draft reads them in a step, and not as a prompt
+BY_STEPS = 4  # tokens that a draft reads in a step
+CAUGHT_UP = 16  # unread tokens up to which a draft reads them in steps, and not as a prompt
 # A draft's probability of its guess, up to which a class goes, and the acceptance of the class at the beginning, which
 # counts as much as PRIOR tries.
 SURE = ((0.3, 0.3), (0.5, 0.5), (0.7, 0.65), (0.9, 0.8), (2.0, 0.95))
@@ -78,19 +80,19 @@ class Pace:
         """Is the time of steps with one token known?"""
         return len(self._alone) >= FIRST
 
-    def count(self, kind: int, likely: float, tries: float = 2.0) -> int:
+    def count(self, kind: int, likely: float, tries: float = 2.0, least: float = GAIN) -> int:
         """The number of tokens to guess.
 
         Args:
             kind: of the guess; acceptance is measured for each kind. likely: acceptance of a token at the beginning,
-                which counts as much as so many tries.
+                which counts as much as so many tries. least: the expected speed-up for which tokens are guessed.
         """
         accepted, tried = self._rates.setdefault(kind, [tries * likely, tries])
         if not self.measured:
             return 0
         rate = min(accepted / tried, 0.99)
         cost = _median(self._rows, ROW)
-        best, fastest, expected = 0, GAIN, 1.0
+        best, fastest, expected = 0, least, 1.0
         for count in range(1, self.most + 1):
             expected += rate**count
             if (speed := expected / (1 + count * cost)) > fastest:
@@ -138,8 +140,8 @@ class PromptLookup:
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> where the token behind its last occurrence is
         self._known = 1
 
-    def guess(self, text: Sequence[int], most: int, choice: SamplingChoice) -> list[int]:
-        """See `Guesser`."""
+    def guess(self, text: Sequence[int], most: int, choice: SamplingChoice, least: float = GAIN) -> list[int]:
+        """See `Guesser`; least: the expected speed-up for which tokens are guessed."""
         for place in range(self._known, len(text)):
             for size in range(1, min(self.longest, place) + 1):
                 self._after[tuple(text[place - size : place])] = place
@@ -149,7 +151,7 @@ class PromptLookup:
             place = self._after.get(tuple(text[-size:]))
             if place is None:
                 continue
-            count = min(self._pace.count(size, 0.3 if size == 1 else 0.7), most)
+            count = min(self._pace.count(size, 0.3 if size == 1 else 0.7, least=least), most)
             period = len(text) - place  # beyond the end, the guess goes on with itself
             self._guessed = size, count
             return [text[place + i % period] for i in range(count)]
@@ -194,7 +196,7 @@ class DraftPace:
         """Is another guess worth its time, if all guesses before it are accepted with this probability?"""
         accepted, tried = map(sum, zip(*self._rates, strict=True))
         cost = _median(self._drafted, DRAFTING) + _median(self._rows, ROW)
-        return likely * accepted / tried > max(self._gain(), 1.0) * cost
+        return likely * accepted / tried > max(self.gain, 1.0) * cost
 
     def rate(self, sure: float) -> float:
         """The acceptance of guesses of which the draft was as sure; 0 to 1."""
@@ -216,13 +218,14 @@ class DraftPace:
         self._rows.append(min(max((seconds / alone - 1) / count, 0.0), 2.0))
         self._drafted.append(min(drafting / count / alone, 2.0))
         self._rounds.append((accepted + 1, (seconds + drafting) / alone))
-        if len(self._rounds) == ROUNDS and self._gain() < 1.0:
+        if len(self._rounds) == ROUNDS and self.gain < 1.0:
             self._rest, self._next_rest = self._next_rest, 2 * self._next_rest
             self._rounds.clear()
         elif len(self._rounds) == ROUNDS:
             self._next_rest = RETRY
 
-    def _gain(self) -> float:
+    @property
+    def gain(self) -> float:
         """Tokens of the last rounds, divided by their time in units of a step with one token; 1 if there were few."""
         if len(self._rounds) < ROUNDS // 2:
             return 1.0
@@ -257,13 +260,16 @@ class Draft:
         if self._ended or not self._pace.begins():
             return []
         unread = len(text) - self._read
-        if (self._steps is None or unread > BY_STEPS) and not self._has_read(text, most):
+        if (self._steps is None or unread > CAUGHT_UP) and not self._has_read(text, most):
             self._ended = True
             return []
         began, state = time.perf_counter(), torch.get_rng_state() if choice.samples else None
         guessed: list[int] = []
         likely, unread = 1.0, list(text[self._read :])
         try:
+            while len(unread) > BY_STEPS:
+                self._steps(torch.tensor([unread[:BY_STEPS]]))
+                self._read, unread = self._read + BY_STEPS, unread[BY_STEPS:]
             while len(guessed) < min(self._most, most) and (not guessed or self._pace.goes_on(likely)):
                 largest = self._steps(torch.tensor([unread]))
                 self._read += len(unread)
@@ -303,3 +309,34 @@ class Draft:
         if choice.samples:
             return choice.drawn_from(self._steps.logits[-1:])
         return self._steps.logits[-1].argmax() if largest is None else largest[-1]
+
+
+class LookupOrDraft:
+    """Guesses that are looked up in the text where they gain more than those of the draft, and the draft's elsewhere.
+
+    Args:
+        pace: of the draft.
+    """
+
+    def __init__(self, look_up: PromptLookup, draft: Draft, pace: DraftPace) -> None:
+        self._look_up, self._draft, self._pace = look_up, draft, pace
+        self._guessed: PromptLookup | Draft | None = None  # who made the last guess
+
+    @property
+    def rollback(self) -> float:
+        """See `Guesser`."""
+        return 0.0 if self._guessed is None else self._guessed.rollback
+
+    def guess(self, text: Sequence[int], most: int, choice: SamplingChoice) -> list[int]:
+        """See `Guesser`."""
+        self._guessed = self._look_up
+        if guessed := self._look_up.guess(text, most, choice, max(GAIN, self._pace.gain)):
+            return guessed
+        guessed = self._draft.guess(text, most, choice)
+        self._guessed = self._draft if guessed else None
+        return guessed
+
+    def note(self, accepted: int, seconds: float) -> None:
+        """See `Guesser`."""
+        for one in (self._look_up, self._draft) if self._guessed is None else (self._guessed,):
+            one.note(accepted, seconds)
