@@ -36,6 +36,7 @@ from compress.walk.parallel.spawn import check_devices, device_of_process, proce
 from compress.walk.resume import BlockStore
 from eval.record.compression import Usage
 from kernels.support.modes import counting_writes, evaluating
+from kernels.support.positions import positions
 
 
 @dataclass(frozen=True)
@@ -254,15 +255,15 @@ def _check_batches(batches: Sequence[Tensor], model: PreTrainedModel, needed: li
             f"`batches` is empty, and {', '.join(needed)} needs calibration; `calibration(tokenizer)` makes some"
         )
     vocabulary: Any = model.get_input_embeddings().num_embeddings
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    most = positions(model)
     for i, batch in enumerate(batches):
         if not isinstance(batch, Tensor) or batch.dtype != torch.long or batch.dim() != 2 or batch.shape[0] != 1:
             what = f"{batch.dtype} {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
             raise ValueError(f"`batches[{i}]` must be a LongTensor [1, T], not {what}")
-        if batch.shape[1] > positions:
+        if batch.shape[1] > most:
             raise ValueError(
-                f"`batches[{i}]` has {batch.shape[1]} tokens; this model has {positions} positions, so that `seqlen` "
-                f"must be at most {positions}"
+                f"`batches[{i}]` has {batch.shape[1]} tokens; this model has {most} positions, so that `seqlen` "
+                f"must be at most {most}"
             )
         if batch.shape[1] == 0 or not 0 <= batch.min().item() <= batch.max().item() < vocabulary:
             raise ValueError(f"`batches[{i}]` must hold token ids between 0 and {vocabulary - 1}, and at least one")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from eval.machine.memory import peak_memory
-from eval.machine.size import bits_per_weight, parameter_count, positions, size
+from eval.machine.size import bits_per_weight, parameter_count, size
 from eval.record.html import CELL_COLOURS
 from eval.record.measured import Sample
 from eval.record.metrics import Change, metric_table
@@ -29,6 +29,7 @@ from eval.writing.generation import PROMPTS, generate_samples, written_beside
 from kernels.registry import recording
 from kernels.support.deploy import deployed
 from kernels.support.errors import first_line
+from kernels.support.positions import positions
 
 
 @dataclass

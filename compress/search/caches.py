@@ -28,6 +28,7 @@ from kernels.linear import fast_linear
 from kernels.support.deploy import cast
 from kernels.support.errors import check_positive
 from kernels.support.modes import evaluating
+from kernels.support.positions import positions
 
 PLACE = "cache"  # the name of the cache among the layers of a search
 FULL = "full"  # the name of the cache in 16 bits
@@ -53,8 +54,7 @@ class CacheChoices:
 
     def check(self, model: PreTrainedModel, timed: bool) -> None:
         """Raise ValueError, before any work, if a cache does not fit the model, or, with `timed`, cannot be timed."""
-        most = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-        if self.context + SCORED > most:
+        if self.context + SCORED > (most := positions(model)):
             raise ValueError(
                 f"`context` (={self.context}) and {SCORED} tokens behind it need {self.context + SCORED} positions; "
                 f"the model has {most}"

@@ -26,9 +26,9 @@ from transformers import Cache
 
 from eval.contexts.answers import FULL, Answer, LongContextScores
 from eval.contexts.haystack import ContextSample, Question
-from eval.machine.size import positions
 from kernels.clock import clock
 from kernels.support.modes import evaluating
+from kernels.support.positions import positions
 
 VISIBILITIES = ("agnostic", "another", "turns", "visible", "follow-up")
 _OF_SECOND = {"another", "turns", "follow-up"}  # visibilities with the second question

@@ -20,11 +20,6 @@ def size(model: nn.Module) -> Size:
     return Size(_bytes(model.state_dict()), _bytes(resident))
 
 
-def positions(model: nn.Module) -> int:
-    """The number of positions of a model, according to its configuration."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
-
-
 def parameter_count(model: nn.Module) -> int:
     """Number of parameters of a model. Modules that store a weight in another form count by its shape: they have
     `bits_per_weight`, and are not nn.Linear or nn.Embedding. A `tied` embedding is counted as the head."""

@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 
 from eval.machine.energy import POWERCAP, EnergyCounter, NotMeasurable, energy_counter, gpu_use
 from eval.machine.memory import return_freed_memory
-from eval.machine.size import positions, size
+from eval.machine.size import size
 from eval.record.speed import Measure
 from eval.speed.device_lock import undisturbed
 from eval.speed.speed import TimedModel, clear, contestants, in_groups, make, make_ready, serve
@@ -35,6 +35,7 @@ from eval.speed.work import Work, work
 from kernels.harness.roofline import Ceilings
 from kernels.support.deploy import deployed
 from kernels.support.errors import check_positive
+from kernels.support.positions import positions
 
 METRICS = ("memory_use", "compute_use", "latency", "throughput", "energy", "compression_rate")
 EVERY_S = 0.02  # seconds between two samples of the machine

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from eval.machine.load import LoadMeter
-from eval.machine.size import positions
 from eval.record.noise import disturbed
 from eval.record.steps import ATTENTION, Explanation, PromptExplanation, PromptPart, PromptTimes
 from eval.speed.device_lock import undisturbed
@@ -17,6 +16,7 @@ from kernels.harness import roofline
 from kernels.step.assemble import OPS, weight_of
 from kernels.step.decoder import Decoder, NotNative
 from kernels.step.forward import REST, Laps, NativePrompt
+from kernels.support.positions import positions
 
 NEW_TOKENS = 32
 LINEARS = {"q, k, v": ("q", "k", "v"), "o": ("o",), "gate, up": ("gate", "up"), "down": ("down",)}  # of a block

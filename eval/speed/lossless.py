@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from eval.machine.size import positions
 from eval.record import noise
 from eval.record.measured import GuessedTokens, GuessingSpeed, Lossless
 from eval.record.metrics import fmt
@@ -25,6 +24,7 @@ from eval.speed.device_lock import undisturbed
 from eval.writing.generation import PROMPTS, encode_prompt, end_tokens, write
 from kernels.step.accelerate import accelerate, why_not_verifying
 from kernels.support.deploy import deployed
+from kernels.support.positions import positions
 
 PASSAGE = (
     "The lighthouse on the northern cape was built of grey stone in 1871. Its lamp burned oil for forty years, until a "

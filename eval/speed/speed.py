@@ -25,7 +25,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from eval.machine.load import LoadMeter
 from eval.machine.memory import return_freed_memory
-from eval.machine.size import positions
 from eval.record.noise import Load, spread
 from eval.record.search import PROMPT
 from eval.record.speed import Speed, StepPart, TimingSettings
@@ -50,6 +49,7 @@ from kernels.step.gpu.accelerate import accelerate_by_graphs
 from kernels.step.gpu.graphs import Graphs
 from kernels.support.deploy import deployed
 from kernels.support.errors import check_positive, first_line
+from kernels.support.positions import positions
 
 
 @dataclass

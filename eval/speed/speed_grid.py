@@ -15,7 +15,6 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from eval.machine.load import LoadMeter
-from eval.machine.size import positions
 from eval.record.speed import GridRow, SpeedGrid, TimingSettings
 from eval.speed.device_lock import timing_threads, undisturbed
 from eval.speed.speed import (
@@ -30,6 +29,7 @@ from eval.speed.speed import (
     spreads,
 )
 from kernels.support.errors import check_positive
+from kernels.support.positions import positions
 
 
 def check_speed_grid(

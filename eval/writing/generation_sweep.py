@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from eval.machine.size import positions
 from eval.record.files import write_whole
 from eval.record.html import html_table
 from eval.record.measured import Generation, GenerationRow, GenerationSettings, Sample
 from eval.text.windows import mean_and_stderr
 from eval.writing.generation import Written, encode_prompt, end_tokens, first_difference, settings_aside, write
 from kernels.support.errors import check_positive
+from kernels.support.positions import positions
 
 SWEEP_PROMPTS = (
     "Which planet of the solar system has the most moons, and how are moons discovered?",

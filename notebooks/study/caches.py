@@ -27,13 +27,13 @@ from eval.contexts.answers import LongContextScores
 from eval.contexts.haystack import NOISE, ContextSample, samples
 from eval.contexts.long_context import score_long_context
 from eval.evaluate import Scores
-from eval.machine.size import positions
 from eval.record.files import write_whole
 from eval.record.measured import CacheMeasurements
 from eval.record.reading import read_json
 from eval.record.speed import CacheSpeed
 from eval.speed.cache_speed import FULL, measure_cache_speed
 from kernels.support.errors import check_positive
+from kernels.support.positions import positions
 from notebooks.study.strengths import recipes_at
 
 MAIN = "compressed"

@@ -15,13 +15,13 @@ from compress.linear import sharing_copy
 from compress.method import Method
 from compress.recipe import parse_recipes
 from compress.search.caches import STANDARD, STANDARD_CACHES
-from eval.machine.size import positions
 from eval.record.serving import AIMS, Combination, largest
 from eval.speed.devices import ceilings_of, check_device_name
 from eval.speed.work import CacheLayer
 from eval.text.windows import windows
 from kernels.harness.roofline import Ceilings
 from kernels.support.errors import check_positive
+from kernels.support.positions import positions
 from kernels.support.units import bytes_of
 from notebooks.study import costs
 

@@ -8,7 +8,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from eval.machine.size import positions
 from eval.record.measured import GuessingSpeed, Lossless
 from eval.record.metrics import better
 from eval.record.reading import plain
@@ -20,6 +19,7 @@ from kernels import native
 from kernels.step.accelerate import accelerate
 from kernels.step.writing.guesses import Draft, Pace
 from kernels.support.deploy import deployed
+from kernels.support.positions import positions
 from reports.page.lossless import context
 from reports.page.render import page
 

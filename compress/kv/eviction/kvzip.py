@@ -13,6 +13,7 @@ from compress.kv.rotation import rotaries_of
 from compress.kv.seen import Seen
 from compress.kv.storage import joined
 from compress.method import knob
+from kernels.support.positions import positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +74,14 @@ class KVzip(Policy):
             layer.memory.view.scatter_reduce_(2, at, got.to(layer.memory.view.dtype), "amax")
 
         seen, layer = cache.get_seq_length(), cache.filled[0]
-        most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
-        limited = not rotaries_of(model)  # rotary positions have no limit
+        most, limited = positions(model), not rotaries_of(model)  # rotary positions have no limit
         if limited and (needed := int(layer.tokens.max()) + ids.shape[1]) > most:
             raise ValueError(
                 f"`piece` (={self.piece}) of {self.name}: reading the prompt a second time takes {needed} positions, "
                 f"and this model has {most} positions; a shorter prompt or piece works"
             )
-        positions = (layer.tokens[:, None] + real.long().cumsum(1) - 1).clamp(min=0)
+        places = (layer.tokens[:, None] + real.long().cumsum(1) - 1).clamp(min=0)
         before = real.new_ones(len(ids), seen) if cache.mask is None else cache.mask
         mask = torch.cat([before, real], 1).long()
         with cache.looking(listen):
-            model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1)
+            model(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, logits_to_keep=1)

@@ -165,6 +165,8 @@ class _Writer:
         Raises:
             ValueError: there is no room behind the last prompt alone.
         """
+        from kernels.support.positions import positions
+
         while True:
             if self.has_template:
                 how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
@@ -172,7 +174,7 @@ class _Writer:
             else:
                 text = self.turns[-1]["content"]
                 inputs = self.tokenizer(text, return_tensors="pt", return_token_type_ids=False)
-            length, most = inputs["input_ids"].shape[1], self.model.config.get_text_config().max_position_embeddings
+            length, most = inputs["input_ids"].shape[1], positions(self.model)
             if length + self.how["max_new_tokens"] <= most:
                 return inputs
             if len(self.turns) == 1:
