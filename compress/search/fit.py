@@ -4,7 +4,7 @@ measured."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from math import log
+from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
@@ -305,7 +305,7 @@ class _Search:
     def _make(self, chosen: dict[str, str], *, uniform: bool = False) -> SearchRound:
         """Compress a copy of the model so, measure it, and correct the predictions by what it reached."""
         result = apply(self.library.recipe(chosen, self.model), sharing_copy(self.model), self.batches, **self.how)
-        kl = divergence(self.expected, self._logits(result.model, chosen.get(PLACE, FULL)))
+        kl = self._divergence(result, chosen)
         rates: tuple[float | None, float | None] = None, None
         costs, point = self.program.of(chosen), self._point(chosen)
         factor = self.factor
@@ -333,10 +333,23 @@ class _Search:
         text = self.batches.beyond(len(self.windows)) if hasattr(self.batches, "beyond") else self.batches
         recipe = [*self.library.recipe(chosen, self.model), training]
         result = apply(recipe, sharing_copy(self.model), text, **self.how)
-        kl = divergence(self.expected, self._logits(result.model, chosen.get(PLACE, FULL)))
-        size = self._bytes(result, chosen)
+        kl, size = self._divergence(result, chosen), self._bytes(result, chosen)
         self.rounds.append(replace(before, divergence=kl, bytes=size, minutes=training.minutes))
         self.made.append((result, chosen))
+
+    def _divergence(self, result: Result, chosen: Mapping[str, str]) -> float:
+        """Of a model that was made, in nats per token.
+
+        Raises:
+            ValueError: it is no number.
+        """
+        kl = divergence(self.expected, self._logits(result.model, chosen.get(PLACE, FULL)))
+        if not isfinite(kl):
+            raise ValueError(
+                f"the predictions of a model that was made are no numbers (divergence {kl}), though those with each of "
+                f"its choices alone are: {', '.join(dict.fromkeys(chosen.values()))}; other `choices` may work"
+            )
+        return kl
 
     def _bytes(self, result: Result, chosen: Mapping[str, str]) -> int:
         """The bytes of a model that was made, and of its cache."""

@@ -296,6 +296,12 @@ def test_the_time_until_the_first_token_is_limited(model, batches):
         fit(model, batches, Wishes(max_bytes=small, max_ttft=0.15, prompt=512), method=chooser(), timer=by_bits)
 
 
+def test_a_made_model_without_numbers_is_named(model, batches, monkeypatch):
+    monkeypatch.setattr("compress.search.fit.divergence", lambda *_: float("nan"))
+    with pytest.raises(ValueError, match=r"model that was made are no numbers \(divergence nan\).*rtn\(bits=8"):
+        fit(model, batches, Wishes(max_bytes=1e9), method=chooser())
+
+
 def test_prompts_must_fit_into_the_model(model):
     with pytest.raises(ValueError, match=r"`prompt` \(=100000\) must be at most \d+: the model has \d+ positions"):
         speed.timer(1, 100_000)({"original": model})
