@@ -60,6 +60,7 @@ class CacheBatch(Cache):
         if key_states.shape[2] == 1 and layer_idx not in self._storing and self._only_keep(layer_idx):
             expect(partial(self._attend_together, layer_idx, key_states, value_states))
             return key_states, value_states
+        self._kept.pop(layer_idx, None)
         given = self._updated(layer_idx, key_states, value_states, *args, **kwargs)
         if not isinstance(self.layers[layer_idx], KVLayer):  # transformers' own attention, of a window
             return tuple(torch.cat(of) for of in zip(*given, strict=True))
@@ -253,6 +254,8 @@ class _Heads:
         self._tails[i] = None, 0
         self.changed = self.changed or bool(slab.codes) != (self.bits != 16)
         if self.changed or not slab.only_appends:
+            for column in self._columns:  # nothing is held that the slab will replace
+                column[i] = slab.starts
             return False
         self._coded[i], self._behind[i] = slab.take_one()
         k, v = slab.k.buffer, slab.v.buffer

@@ -51,6 +51,7 @@ from compress.walk.experts import is_fused_experts
 from compress.weights.mixed import Mixed
 from eval.record.search import CLOSE, SearchPoint, SearchRecord, SearchRound
 from kernels.support.modes import evaluating
+from kernels.support.positions import positions
 
 VERIFIED = 4  # windows on which the divergence of a whole model is measured
 ROUNDS = 3
@@ -115,7 +116,7 @@ def fit(
 
     With `caches`, the cache of sequences of a given length counts among the bytes, and its method is chosen together
     with those of the weights. Speeds of decoding are those behind this context (prompts are timed as without `caches`,
-    short and with the full cache), and the divergence is measured on the
+    with the full cache), and the divergence is measured on the
     tokens behind it, with the compressed weights and the chosen cache together.
 
     Args:
@@ -143,6 +144,7 @@ def fit(
         raise ValueError("`fit` times models, and several processes would find different choices: run one process")
     if wishes.timed and caches and cache_timer is None:
         raise ValueError("`cache_timer` must be given for limits of speed with `caches`, or to optimise it")
+    _check_prompt(model, wishes, timer)
     method = method or search_method()
     how: dict[str, Any] = {"device": device, "work_path": work_path}
     training, kinds = training_of(minutes), kinds_of(drops)
@@ -166,6 +168,17 @@ def fit(
         _check_bytes(method.smallest_size(model), held, wishes.max_bytes)
     library = measure_library(model, batches, method, device=device, kinds=kinds)
     return _Search(model, batches, wishes, library, times, timer, training, held, how).run()
+
+
+def _check_prompt(model: PreTrainedModel, wishes: Wishes, timer: Timer | None) -> None:
+    """Raise ValueError if the time until the first token is limited, and prompts of this length are not timed."""
+    if wishes.max_ttft is None:
+        return
+    if wishes.prompt >= (most := positions(model)):
+        raise ValueError(f"`prompt` (={wishes.prompt}) must be less than {most}, the positions of the model")
+    timed = getattr(timer, "keywords", {}).get("prompt_tokens", wishes.prompt)
+    if timed != wishes.prompt:
+        raise ValueError(f"`timer` times prompts of {timed} tokens, and `prompt` (={wishes.prompt}) is another length")
 
 
 def _check_bytes(weights: int, held: Caches, most: float) -> None:
@@ -305,7 +318,12 @@ class _Search:
     def _make(self, chosen: dict[str, str], *, uniform: bool = False) -> SearchRound:
         """Compress a copy of the model so, measure it, and correct the predictions by what it reached."""
         result = apply(self.library.recipe(chosen, self.model), sharing_copy(self.model), self.batches, **self.how)
-        kl = self._divergence(result, chosen)
+        kl = self._divergence(
+            result,
+            chosen,
+            "those with each of its choices alone are, so that other `choices` may work: "
+            + ", ".join(dict.fromkeys(chosen.values())),
+        )
         rates: tuple[float | None, float | None] = None, None
         costs, point = self.program.of(chosen), self._point(chosen)
         factor = self.factor
@@ -333,22 +351,20 @@ class _Search:
         text = self.batches.beyond(len(self.windows)) if hasattr(self.batches, "beyond") else self.batches
         recipe = [*self.library.recipe(chosen, self.model), training]
         result = apply(recipe, sharing_copy(self.model), text, **self.how)
-        kl, size = self._divergence(result, chosen), self._bytes(result, chosen)
+        why = f"they were before `minutes` (={training.minutes:g}) of training, so that 0 works"
+        kl, size = self._divergence(result, chosen, why), self._bytes(result, chosen)
         self.rounds.append(replace(before, divergence=kl, bytes=size, minutes=training.minutes))
         self.made.append((result, chosen))
 
-    def _divergence(self, result: Result, chosen: Mapping[str, str]) -> float:
-        """Of a model that was made, in nats per token.
+    def _divergence(self, result: Result, chosen: Mapping[str, str], why: str) -> float:
+        """Of a model that was made, in nats per token; why: what may be the cause if it is not finite.
 
         Raises:
-            ValueError: it is no number.
+            ValueError: it is not finite.
         """
         kl = divergence(self.expected, self._logits(result.model, chosen.get(PLACE, FULL)))
         if not isfinite(kl):
-            raise ValueError(
-                f"the predictions of a model that was made are no numbers (divergence {kl}), though those with each of "
-                f"its choices alone are: {', '.join(dict.fromkeys(chosen.values()))}; other `choices` may work"
-            )
+            raise ValueError(f"the predictions of a model that was made are not finite (divergence {kl}); {why}")
         return kl
 
     def _bytes(self, result: Result, chosen: Mapping[str, str]) -> int:

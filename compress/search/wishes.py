@@ -21,7 +21,7 @@ class Wishes:
         min_decode, min_prefill: tokens per second of one sequence, or with `times` multiples of the original's.
         max_kl: divergence from the original model, nats per token.
         times: are the two speeds multiples of the original's, in 16 bits on the same machine?
-        max_ttft: seconds until the first token after a prompt of `prompt` tokens.
+        max_ttft: seconds until the first token after a prompt of `prompt` tokens, with the full cache.
         prompt: tokens of the prompts that are timed.
     """
 
@@ -38,6 +38,10 @@ class Wishes:
         limits = {name: getattr(self, name) for name in LIMITS}
         if all(limit is None for limit in limits.values()):
             raise ValueError(f"one of {', '.join(f'`{name}`' for name in limits)} must be given: they limit the search")
+        if None not in (self.min_prefill, self.max_ttft):
+            raise ValueError(
+                f"`min_prefill` (={self.min_prefill!r}) and `max_ttft` (={self.max_ttft!r}) limit the same: give one"
+            )
         for name, limit in limits.items():
             if limit is not None and not 0 < limit < float("inf"):
                 raise ValueError(f"`{name}` (={limit!r}) must be a number above 0")
@@ -75,11 +79,10 @@ class Wishes:
         Args:
             place: 0 for decoding, 1 for reading a prompt. original: tokens per second of the original model.
         """
-        wish = (self.min_decode, self.min_prefill)[place]
-        rates = [] if wish is None else [wish * original if self.times else wish]
         if place == 1 and self.max_ttft is not None:
-            rates.append(self.prompt / self.max_ttft)
-        return max(rates, default=None)
+            return self.prompt / self.max_ttft
+        wish = (self.min_decode, self.min_prefill)[place]
+        return wish * original if wish is not None and self.times else wish
 
 
 def speed_of(name: str, text: str) -> tuple[float | None, bool]:

@@ -96,7 +96,8 @@ class SearchRecord:
 
     Attributes:
         max_bytes, min_decode, min_prefill, max_kl: the limits; None: there was none. Speeds are tokens per second.
-        max_ttft: limit of the seconds until the first token after a prompt of `prompt` tokens, which min_prefill keeps.
+        max_ttft: limit of the seconds until the first token after a prompt of `prompt` tokens; min_prefill is then
+            prompt / max_ttft.
         prompt: tokens of the prompts that were timed.
         minimised: "loss", "bytes" or "decode" (which is maximised).
         rounds, kept: the models that were made, and the number of the one that was kept.
@@ -162,7 +163,12 @@ class SearchRecord:
     @property
     def _until_first(self) -> str:
         """The limit of the time until the first token, for a sentence; "" if there is none."""
-        return f" ({self.prompt} tokens in {1e3 * self.max_ttft:g} ms)" if self.max_ttft else ""
+        return f" ({self.prompt} tokens in {1e3 * self.max_ttft:g} ms)" if self.limits_first_token else ""
+
+    @property
+    def limits_first_token(self) -> bool:
+        """Is the time until the first token limited, for a known number of tokens? A record may hold any numbers."""
+        return bool(self.max_ttft and self.prompt) and self.max_ttft > 0 < self.prompt
 
     def beside_uniform(self) -> str:
         """What the best recipe with one choice for all linears gives, in a sentence; "" if it is not known."""

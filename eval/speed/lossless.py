@@ -126,7 +126,7 @@ def check_lossless(
     if taken := sorted(ways & set(drafts)):
         raise ValueError(
             f"`compare` names a draft {taken[0]!r}; every name is allowed but those of other ways of writing: {PLAIN}, "
-            f"{LOOK_UP}, {AGAIN}, and {LOOK_UP!r} with another draft"
+            f"{LOOK_UP}, {AGAIN}, and {with_look_up('<a draft>')}"
         )
 
 

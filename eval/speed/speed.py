@@ -193,8 +193,8 @@ def rates_in_turns(
     room = min(map(positions, models.values())) - new_tokens
     if prompt_tokens > max(room, PROMPT):
         raise ValueError(
-            f"`prompt` (={prompt_tokens}) must be at most {room}: the model has {room + new_tokens} positions, and "
-            f"{new_tokens} tokens are decoded"
+            f"`prompt` (={prompt_tokens}) must be at most {max(room, PROMPT)}: the model has {room + new_tokens} "
+            f"positions, and {new_tokens} tokens are decoded"
         )
     how = {"prompt_tokens": max(1, min(prompt_tokens, room)), "new_tokens": new_tokens, "rounds": rounds}
     speeds = measure_speed(contestants(models), **how)

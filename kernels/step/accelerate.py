@@ -204,10 +204,10 @@ class Acceleration:
     Attributes:
         why_not_in_one_call: why single tokens run op by op; "" if they run in one call.
         why_not: why the model's own code has run since the model was changed; "" if the fast path runs.
-        draft: guesses tokens of texts where `generate` is given nothing else that does; or None.
+        draft: guesses tokens of texts where `generate` is given no other; or None.
         rollback: loss of the model up to which guesses of a draft stay; 0: only those that it chooses itself.
         guessed: number of tokens that were guessed so far in texts of this model, accepted or not.
-        paces: of each draft, by its id and `rollback`, how far it guesses ahead.
+        paces: of each draft, by its id and `rollback`, and whether tokens are looked up, too, how far it guesses ahead.
         lay_out: whether 16-bit weights are laid out for prompts, as in `accelerate`.
     """
 
@@ -217,7 +217,7 @@ class Acceleration:
     draft: nn.Module | None = None
     rollback: float = 0.0
     guessed: int = 0
-    paces: dict[tuple[int, float], DraftPace] = field(default_factory=dict)
+    paces: dict[tuple[int, float, bool], DraftPace] = field(default_factory=dict)
     lay_out: bool = True
     _state: tuple[Any, ...] | None = None  # the model's `state_of` when the reader was made
     _reader: DecoderForward | None = None

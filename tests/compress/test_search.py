@@ -214,6 +214,7 @@ def test_limits_are_read_as_users_write_them():
         ({"min_decode": "2x", "min_prefill": "100"}, "both be tokens per second, or both multiples"),
         ({"max_ttft": "200"}, r"`max_ttft` \(='200'\) must be a time above 0 with its unit"),
         ({"max_ttft": "0ms"}, r"`max_ttft` \(='0ms'\) must be a time above 0"),
+        ({"max_ttft": "1s", "min_prefill": "9"}, r"`min_prefill` \(=9.0\) and `max_ttft` \(=1.0\) limit the same"),
         ({"max_ttft": "1s", "prompt": 0}, r"`prompt` \(=0\) must be a positive integer"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -268,8 +269,9 @@ def test_speeds_are_predicted_from_models_with_one_choice(model, batches):
     assert {TEXTS[0], TEXTS[2]} & set(filter(found.record.used.get, found.record.used))
 
 
-def test_the_time_until_the_first_token_is_limited(model, batches):
+def test_the_time_until_the_first_token_is_limited(tiny, batches):
     """As the speed of prompts of the given length is; the page shows it in milliseconds."""
+    model = tiny("llama", max_position_embeddings=1024)
     rates = {"8": 4000.0, "4": 2000.0, "2": 1000.0}
 
     def by_bits(models):
@@ -279,15 +281,15 @@ def test_the_time_until_the_first_token_is_limited(model, batches):
 
     limit = wishes_of(max_ttft="200ms", prompt=512)
     assert (limit.max_ttft, limit.least_rate(1, 7.0), limit.least_rate(0, 7.0)) == (0.2, 2560, None)
-    both = wishes_of(max_ttft="0.2s", prompt=512, min_prefill="2x")
-    assert both.least_rate(1, 1500.0) == 3000 and both.least_rate(1, 1000.0) == 2560
+    both = wishes_of(max_ttft="0.2s", prompt=512, min_decode="2x")
+    assert (both.least_rate(0, 1500.0), both.least_rate(1, 1500.0)) == (3000, 2560)
     found = fit(model, batches, limit, method=chooser(), timer=by_bits).record
     assert (found.min_prefill, found.max_ttft, found.prompt) == (2560, 0.2, 512) and not found.broken()
     assert found.rounds[found.kept].point.prefill >= 2559 and found.used[TEXTS[2]]
     assert "prompts at 2560 tokens/s or more (512 tokens in 200 ms)" in found.sentences()[0]
     (row,) = (one for one in search.context(typed({"search": found}))["wishes"] if "first token" in one.name)
     assert (row.name, row.asked, row.measured, row.kept) == (
-        "first token after 512 tokens, ms (in the search)", "200", "171", "yes",
+        "first token after 512 tokens with the full cache, ms (in the search)", "200", "171", "yes",
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"`max_ttft` \(=0.1 s for 512 tokens, 5120 tokens/s\) cannot be kept"):
         fit(model, batches, wishes_of(max_ttft="100ms", prompt=512), method=chooser(), timer=by_bits)
@@ -298,13 +300,17 @@ def test_the_time_until_the_first_token_is_limited(model, batches):
 
 def test_a_made_model_without_numbers_is_named(model, batches, monkeypatch):
     monkeypatch.setattr("compress.search.fit.divergence", lambda *_: float("nan"))
-    with pytest.raises(ValueError, match=r"model that was made are no numbers \(divergence nan\).*rtn\(bits=8"):
+    with pytest.raises(ValueError, match=r"model that was made are not finite \(divergence nan\); .*rtn\(bits=8"):
         fit(model, batches, Wishes(max_bytes=1e9), method=chooser())
 
 
 def test_prompts_must_fit_into_the_model(model):
     with pytest.raises(ValueError, match=r"`prompt` \(=100000\) must be at most \d+: the model has \d+ positions"):
         speed.timer(1, 100_000)({"original": model})
+    with pytest.raises(ValueError, match=r"`prompt` \(=100000\) must be less than \d+, the positions of the model"):
+        fit(model, [], Wishes(max_ttft=1.0, prompt=100_000), timer=speed.timer(1, 100_000))
+    with pytest.raises(ValueError, match=r"`timer` times prompts of 256 tokens, and `prompt` \(=64\) is another"):
+        fit(model, [], Wishes(max_ttft=1.0, prompt=64), timer=speed.timer(1))
 
 
 def test_times_are_kept_for_the_next_search(model, batches, monkeypatch):

@@ -10,7 +10,7 @@ from transformers import DynamicCache, GenerationConfig
 from kernels import native
 from kernels.step.accelerate import Acceleration, StepsInOneCall, accelerate
 from kernels.step.assemble import NativeStep
-from kernels.step.writing.guesses import RETRY, ROUNDS, DraftPace, LookupOrDraft, Pace, PromptLookup
+from kernels.step.writing.guesses import RETRY, ROUNDS, Draft, DraftPace, LookupOrDraft, Pace, PromptLookup
 from tests.kernels.test_generate import REQUESTS, Heard
 
 pytestmark = pytest.mark.skipif(
@@ -124,8 +124,8 @@ def test_a_users_cache_goes_on_in_a_second_turn_and_grows(tiny, monkeypatch):
     model, written = accelerate(tiny("llama", max_position_embeddings=1024).bfloat16()), []
     count = Pace.count
 
-    def always(self, kind, likely):
-        return max(self.most, count(self, kind, likely))
+    def always(self, kind, likely, **how):
+        return max(self.most, count(self, kind, likely, **how))
 
     for more in ({}, {"prompt_lookup_num_tokens": 15}):
         cache, text = DynamicCache(config=model.config), IDS
@@ -182,7 +182,7 @@ def test_sampling_keeps_the_distribution(tiny, monkeypatch):
     def guess(self, known, most, choice):
         self._guessed = 1, 1
         self._pace.count(1, 0.5)
-        return [guessed[known[-1]]][:most]
+        return [guessed[known[-1]]] if most else []
 
     monkeypatch.setattr(PromptLookup, "guess", guess)
     how = {"max_new_tokens": 3, "do_sample": True, "top_k": top, "temperature": 5.0, "pad_token_id": 0}
@@ -259,62 +259,72 @@ def test_a_draft_changes_no_text(tiny, noise, samples, monkeypatch, read):
 @pytest.mark.parametrize("samples", [False, True])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_look_up_and_a_draft_together_change_no_text(tiny, noise, samples, monkeypatch, read):
-    """Both guess, and the draft reads what it did not guess itself: a few tokens in steps, and more as a prompt."""
+    """Both guess, in the second text as well; the draft reads in steps, or as a prompt, what it did not guess."""
     model, draft = drafts(tiny, noise, monkeypatch)
-    note, looked_up = Pace.note, []
+    note, has_read, looked_up, prompts = Pace.note, Draft._has_read, [], []
 
     def noted(self, kind, guessed, accepted, seconds):
         looked_up.append(guessed)
         note(self, kind, guessed, accepted, 1 + guessed / 9)
 
+    def counted(self, text, most):
+        prompts.append(len(text) - self._read)
+        return has_read(self, text, most)
+
     monkeypatch.setattr(Pace, "note", noted)
+    monkeypatch.setattr(Draft, "_has_read", counted)
     how = HOW | {"max_new_tokens": 300, "do_sample": samples, "eos_token_id": None}
     how |= {"top_k": 4, "temperature": 0.3} if samples else {}
-    texts = []
-    for more in ({}, {"assistant_model": draft, "prompt_lookup_num_tokens": 10}):
-        read.clear()
-        torch.manual_seed(3)
-        texts.append(model.generate(IDS, **how, **more))
-        steps = {one: sum(of is one for of in read.models) for one in (model, draft)}
-    assert torch.equal(*texts) and steps[model] < 299 and steps[draft] > 0
-    if not samples:
-        assert max(looked_up) > 1 and steps[model] < 120
-    guessed = accelerate(model, draft=draft).generate(IDS, **HOW, prompt_lookup_num_tokens=10)
-    assert torch.equal(guessed, texts[0][:, : guessed.shape[1]]) or samples
+    read_on, read_again = [], []
+    for ids in (IDS, IDS.flip(1)):
+        texts = []
+        for more in ({}, {"assistant_model": draft, "prompt_lookup_num_tokens": 10}):
+            for one in (read, looked_up, prompts):
+                one.clear()
+            torch.manual_seed(3)
+            texts.append(model.generate(ids, **how, **more))
+            pairs = list(zip(read, read.models, strict=True))
+            steps = {one: [count for count, of in pairs if of is one] for one in (model, draft)}
+        assert torch.equal(*texts) and len(steps[model]) < 299 and steps[draft]
+        if not samples:
+            assert max(looked_up) > 1 and len(steps[model]) < 200
+        read_on, read_again = [*read_on, *steps[draft]], [*read_again, *prompts[1:]]
+    assert 4 in read_on and read_again
 
 
 @torch.no_grad()
-def test_what_gains_more_guesses(tiny, monkeypatch):
-    """Look-up, where it has a match and its expected speed-up is above that of the draft; else the draft."""
+def test_what_gains_more_guesses():
+    """Look-up, where it has a match and its expected speed-up is above that of the draft, or is not known; else the
+    draft."""
     asked = []
 
     class Fake:
-        rollback = 0.5
+        rollback, ended = 0.5, False
 
         def guess(self, text, most, choice):
             asked.append("draft")
-            return [7] if len(text) < 40 else []
+            return [7]
 
         def note(self, accepted, seconds):
             asked.append(f"noted {accepted}")
 
-    pace = DraftPace()
-    both = LookupOrDraft(PromptLookup(10, 3), Fake(), pace)
-    text = [1, 2, 3, 4, 5, 6]
-    assert both.guess(text, 20, None) == [7] and both.rollback == 0.5
-    both.note(1, 1.0)
+    def both(pace):
+        return LookupOrDraft(PromptLookup(10, 3, pace), Fake(), pace)
+
+    pace, text = DraftPace(), [1, 2, 3, 4, 5, 6, 1, 2, 3]
+    first = both(pace)
+    assert first.guess(text, 20, None) == [7] and first.rollback == 0.5, "no times of steps are known"
+    first.note(1, 1.0)
     assert asked == ["draft", "noted 1"]
-    text += [9] * 40
-    for _ in range(3):  # nobody guesses: both learn the time of a step of one token
-        assert both.guess(text, 20, None) == [] and both.rollback == 0.0
-        both.note(0, 1.0)
-    assert asked[2:] == ["draft", "noted 0"] * 3
-    text = text[:6] + [1, 2, 3]
-    both = LookupOrDraft(PromptLookup(10, 3), Fake(), pace)
-    both._look_up._pace._alone.extend([1.0] * 3)
-    assert both.guess(text, 20, None)[:3] == [4, 5, 6] and both.rollback == 0.0
-    pace._rounds.extend([(9, 1.0)] * ROUNDS)  # a draft that makes texts nine times as fast
-    assert LookupOrDraft(both._look_up, Fake(), pace).guess(text, 20, None) == [7]
+    pace.alone.extend([1.0] * 3)
+    second = both(pace)
+    assert second.guess(text, 20, None)[:3] == [4, 5, 6] and second.rollback == 0.0
+    second.note(0, 1.5)
+    assert asked == ["draft", "noted 1"], "the draft did not guess"
+    pace._rounds.extend([(3, 1.0)] * ROUNDS)  # a draft that makes texts three times as fast
+    assert second.guess([*text, 1, 2, 3], 20, None) == [7]
+    second._draft.ended = True
+    assert len(second.guess([*text, 1, 2, 3, 1, 2, 3], 20, None)) > 0 and second.rollback == 0.0
 
 
 @torch.no_grad()
@@ -439,7 +449,7 @@ def test_a_draft_that_is_not_used_is_named_with_the_reason(tiny, monkeypatch):
 
 def test_guesses_follow_the_last_of_the_longest_earlier_n_grams():
     generator, lookup, text = torch.Generator().manual_seed(0), PromptLookup(5), [1]
-    lookup._pace.count = lambda kind, likely: 5
+    lookup._pace.count = lambda kind, likely, **_: 5
     for length in range(1, 300):
         expected = []
         for size in (3, 2, 1):

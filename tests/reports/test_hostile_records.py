@@ -71,7 +71,7 @@ SEARCHED = {
                 "minutes": minutes} for minutes in (0.0, 2.0)],
     "front": [POINT] * 3, "choices": ["rtn"], "decode_ratio": {"rtn": 2.0}, "prefill_ratio": {"rtn": 2.0},
     "original": [50.0, 500.0], "layers": 1, "used": {"rtn": 7}, "uniform": "rtn", "uniform_point": POINT,
-    "picked": [LAYER],
+    "picked": [LAYER], "max_ttft": 0.3, "prompt": 256,
 }  # fmt: skip
 COMBINED = {
     "weights": "a", "cache": "b", "weight_bytes": 900, "cache_bytes": 10, "room": 9, "sequences": 7, "batch": 7,

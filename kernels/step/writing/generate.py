@@ -103,19 +103,16 @@ def _guesser(
         return None
     if kwargs.get("assistant_tokenizer") is not None or not _verifies(model):
         return None
-    look_up = None
-    if looks_up is not None:
-        look_up = PromptLookup(min(looks_up, MOST_IN_SEQUENCE - 1), config.max_matching_ngram_size)
-    if draft is None:
-        return look_up
-    check_vocabulary(model, draft, "assistant_model")
-    if draft is model or not _verifies(draft):
-        return look_up
+    settings = min(looks_up or 0, MOST_IN_SEQUENCE - 1), config.max_matching_ngram_size
     acceleration = model.acceleration
+    if draft is not None:
+        check_vocabulary(model, draft, "assistant_model")
+    if draft is None or draft is model or not _verifies(draft):
+        return None if looks_up is None or kwargs.get("assistant_model") is not None else PromptLookup(*settings)
     rollback = acceleration.rollback if draft is acceleration.draft else 0.0
-    pace = acceleration.paces.setdefault((id(draft), rollback), DraftPace())
+    pace = acceleration.paces.setdefault((id(draft), rollback, looks_up is not None), DraftPace())
     guesser = Draft(draft, MOST_IN_SEQUENCE - 1, pace, rollback)
-    return guesser if look_up is None else LookupOrDraft(look_up, guesser, pace)
+    return guesser if looks_up is None else LookupOrDraft(PromptLookup(*settings, pace), guesser, pace)
 
 
 def check_vocabulary(model: nn.Module, draft: nn.Module, parameter: str) -> None:
@@ -226,7 +223,7 @@ def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: Samplin
     Returns the number of guesses."""
     known, count = text.ids[0].tolist(), 0
     while text.continues:
-        guessed = guesser.guess(known, text.left - 1, choice) if text.left > 1 else []
+        guessed = guesser.guess(known, max(text.left - 1, 0), choice)
         began = time.perf_counter()
         largest = steps(torch.tensor([[known[-1], *guessed]]))
         seconds, accepted = time.perf_counter() - began, 0

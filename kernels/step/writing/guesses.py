@@ -69,11 +69,11 @@ class Pace:
     """
 
     most: int
+    _alone: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # seconds of steps with one token
+    _rows: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # shares, as ROW
     _rates: dict[int, list[float]] = field(default_factory=dict)  # by kind: accepted and tried tokens
     _left_out: dict[int, int] = field(default_factory=dict)
     _began: bool = False  # was the first step taken, which also makes the rooms and the program?
-    _alone: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # seconds of steps with one token
-    _rows: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # shares, as ROW
 
     @property
     def measured(self) -> bool:
@@ -85,11 +85,13 @@ class Pace:
 
         Args:
             kind: of the guess; acceptance is measured for each kind. likely: acceptance of a token at the beginning,
-                which counts as much as so many tries. least: the expected speed-up for which tokens are guessed.
+                which counts as much as so many tries. least: the expected speed-up for which tokens are guessed; for
+                a kind that was not tried yet, it is `GAIN`.
         """
         accepted, tried = self._rates.setdefault(kind, [tries * likely, tries])
         if not self.measured:
             return 0
+        least = GAIN if tried == tries else least
         rate = min(accepted / tried, 0.99)
         cost = _median(self._rows, ROW)
         best, fastest, expected = 0, least, 1.0
@@ -130,13 +132,15 @@ class PromptLookup:
 
     Args:
         most: tokens of a guess. longest: tokens of the longest n-gram that is looked up, before shorter ones are.
+        times: whose measured times of steps are shared; None: they are measured in this text.
     """
 
     rollback = 0.0
 
-    def __init__(self, most: int, longest: int | None = None) -> None:
+    def __init__(self, most: int, longest: int | None = None, times: "DraftPace | None" = None) -> None:
         self.longest = longest or LONGEST
-        self._pace, self._guessed = Pace(most), (0, 0)  # n-gram's length and number of tokens of the last guess
+        self._pace = Pace(most) if times is None else Pace(most, times.alone, times.rows)
+        self._guessed = 0, 0  # n-gram's length and number of tokens of the last guess
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> where the token behind its last occurrence is
         self._known = 1
 
@@ -170,11 +174,14 @@ class DraftPace:
     A guess is the likelier to be accepted, the surer the draft is of it; acceptance is measured by its probability.
     Another guess is made as long as it gains more tokens for its time than texts of this draft have gained before.
     Where guesses have lost time, none are made for a while, and each time for longer.
+
+    Attributes:
+        alone: seconds of steps with one token. rows: times of another token in a step, as shares of these, as `ROW`.
     """
 
+    alone: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    rows: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     _rates: list[list[float]] = field(default_factory=lambda: [[PRIOR * rate, PRIOR] for _, rate in SURE])
-    _alone: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # seconds of steps with one token
-    _rows: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # shares, as ROW
     _drafted: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # shares, as DRAFTING
     _rounds: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=ROUNDS))  # tokens, and their time
     _rest: int = 0  # tokens for which nothing is guessed any more
@@ -186,7 +193,7 @@ class DraftPace:
         if self._rest > 0:
             self._rest -= 1
             return False
-        if len(self._alone) < FIRST or self._since >= RENEWED:
+        if len(self.alone) < FIRST or self._since >= RENEWED:
             self._since = 0
             return False
         self._since += 1
@@ -195,7 +202,7 @@ class DraftPace:
     def goes_on(self, likely: float) -> bool:
         """Is another guess worth its time, if all guesses before it are accepted with this probability?"""
         accepted, tried = map(sum, zip(*self._rates, strict=True))
-        cost = _median(self._drafted, DRAFTING) + _median(self._rows, ROW)
+        cost = _median(self._drafted, DRAFTING) + _median(self.rows, ROW)
         return likely * accepted / tried > max(self.gain, 1.0) * cost
 
     def rate(self, sure: float) -> float:
@@ -203,21 +210,21 @@ class DraftPace:
         accepted, tried = self._rates[_place(sure)]
         return accepted / tried
 
-    def note(self, sure: Sequence[float], accepted: int, seconds: float, drafting: float) -> None:
+    def note(self, sure: Sequence[float], accepted: int, seconds: float, drafting: float, reading: float = 0.0) -> None:
         """Of guesses of which the draft was so sure, the first ones were accepted, in a step of so many seconds, for
-        which the draft had taken `drafting`. No guesses: a step of one token."""
+        which the draft had taken `drafting`, after `reading` what it had not read. No guesses: a step of one token."""
         if not sure:
-            self._alone.append(seconds)
+            self.alone.append(seconds)
             return
         for one in sure[: accepted + 1]:
             rate = self._rates[_place(one)]
             rate[:] = KEPT * rate[0], KEPT * rate[1] + 1
         for one in sure[:accepted]:
             self._rates[_place(one)][0] += 1
-        alone, count = statistics.median(self._alone), len(sure)
-        self._rows.append(min(max((seconds / alone - 1) / count, 0.0), 2.0))
+        alone, count = statistics.median(self.alone), len(sure)
+        self.rows.append(min(max((seconds / alone - 1) / count, 0.0), 2.0))
         self._drafted.append(min(drafting / count / alone, 2.0))
-        self._rounds.append((accepted + 1, (seconds + drafting) / alone))
+        self._rounds.append((accepted + 1, (seconds + drafting + reading) / alone))
         if len(self._rounds) == ROUNDS and self.gain < 1.0:
             self._rest, self._next_rest = self._next_rest, 2 * self._next_rest
             self._rounds.clear()
@@ -250,26 +257,28 @@ class Draft:
         self.rollback = rollback
         self._model, self._most, self._pace, self._steps = model, most, pace, None
         self._cache = DynamicCache(config=model.config)
-        self._read, self._seconds = 0, 0.0  # positions in the cache; of the last guess
+        self._read = 0  # positions in the cache
+        self._reading, self._seconds = 0.0, 0.0  # of the last guess: to read on up to the last tokens, and to guess
         self._sure: list[float] = []  # of the last guess: the draft's probability of its likeliest token
-        self._began = self._ended = False
+        self._began, self.ended = False, False  # ended: nothing is guessed any more
 
     def guess(self, text: Sequence[int], most: int, choice: SamplingChoice) -> list[int]:
         """See `Guesser`."""
         self._sure = []
-        if self._ended or not self._pace.begins():
+        if self.ended or most < 1 or not self._pace.begins():
             return []
-        unread = len(text) - self._read
-        if (self._steps is None or unread > CAUGHT_UP) and not self._has_read(text, most):
-            self._ended = True
+        began, first, unread = time.perf_counter(), self._steps is None, len(text) - self._read
+        if (first or unread > CAUGHT_UP) and not self._has_read(text, most):
+            self.ended = True
             return []
-        began, state = time.perf_counter(), torch.get_rng_state() if choice.samples else None
+        state = torch.get_rng_state() if choice.samples else None
         guessed: list[int] = []
         likely, unread = 1.0, list(text[self._read :])
         try:
             while len(unread) > BY_STEPS:
                 self._steps(torch.tensor([unread[:BY_STEPS]]))
                 self._read, unread = self._read + BY_STEPS, unread[BY_STEPS:]
+            guessing = time.perf_counter()
             while len(guessed) < min(self._most, most) and (not guessed or self._pace.goes_on(likely)):
                 largest = self._steps(torch.tensor([unread]))
                 self._read += len(unread)
@@ -281,7 +290,8 @@ class Draft:
         finally:
             if state is not None:
                 torch.set_rng_state(state)
-        self._seconds = time.perf_counter() - began
+        self._seconds = time.perf_counter() - guessing
+        self._reading = 0.0 if first else guessing - began  # the prompt is read once
         return guessed
 
     def note(self, accepted: int, seconds: float) -> None:
@@ -291,7 +301,7 @@ class Draft:
             self._steps.cut(guessed - 1 - accepted)
             self._read -= guessed - 1 - accepted
         if guessed or self._began:  # the first step makes the rooms and the program
-            self._pace.note(self._sure, accepted, seconds, self._seconds)
+            self._pace.note(self._sure, accepted, seconds, self._seconds, self._reading)
         self._began = True
 
     def _has_read(self, text: Sequence[int], most: int) -> bool:
@@ -315,28 +325,27 @@ class LookupOrDraft:
     """Guesses that are looked up in the text where they gain more than those of the draft, and the draft's elsewhere.
 
     Args:
-        pace: of the draft.
+        look_up: shares the times of `pace`. pace: of the draft.
     """
 
     def __init__(self, look_up: PromptLookup, draft: Draft, pace: DraftPace) -> None:
         self._look_up, self._draft, self._pace = look_up, draft, pace
-        self._guessed: PromptLookup | Draft | None = None  # who made the last guess
+        self._guessed: PromptLookup | Draft = draft  # who made the last guess
 
     @property
     def rollback(self) -> float:
         """See `Guesser`."""
-        return 0.0 if self._guessed is None else self._guessed.rollback
+        return self._guessed.rollback
 
     def guess(self, text: Sequence[int], most: int, choice: SamplingChoice) -> list[int]:
         """See `Guesser`."""
+        least = GAIN if self._draft.ended else max(GAIN, self._pace.gain)
         self._guessed = self._look_up
-        if guessed := self._look_up.guess(text, most, choice, max(GAIN, self._pace.gain)):
+        if guessed := self._look_up.guess(text, most, choice, least):
             return guessed
-        guessed = self._draft.guess(text, most, choice)
-        self._guessed = self._draft if guessed else None
-        return guessed
+        self._guessed = self._draft  # also if it does not guess: it notes the time of a step with one token for both
+        return self._draft.guess(text, most, choice)
 
     def note(self, accepted: int, seconds: float) -> None:
         """See `Guesser`."""
-        for one in (self._look_up, self._draft) if self._guessed is None else (self._guessed,):
-            one.note(accepted, seconds)
+        self._guessed.note(accepted, seconds)

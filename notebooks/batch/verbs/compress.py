@@ -19,7 +19,7 @@ WISHES = {  # limits of `fit`: parameters of its notebook
     "max_bytes": "largest size of the whole stored model: 80MB, 1.5GB",
     "min_decode": "least speed of decoding: tokens per second, such as 250, or a multiple of the original's: 2x",
     "min_prefill": "least speed of reading a prompt, likewise",
-    "max_ttft": "longest time until the first token after a prompt: 200ms, 0.5s",
+    "max_ttft": "longest time until the first token after a prompt, with the full cache: 200ms, 0.5s",
     "max_kl": "largest divergence from the original, nats per token",
 }
 CACHES = {  # choices of `fit` for the cache: parameters of its notebook
@@ -48,7 +48,9 @@ def declare(command, verb: str) -> argparse.ArgumentParser:
     if verb == "fit":
         for name, help in WISHES.items():
             parser.add_argument(_ARGUMENTS[name], metavar="LIMIT", default="", help=help)
-        parser.add_argument("--prompt", metavar="TOKENS", default="256", help="tokens of the prompts that are timed")
+        parser.add_argument(
+            "--prompt", metavar="TOKENS", default="256", help="tokens of the prompts that are timed, if speeds matter"
+        )
         trained = "minutes of training of each of the best models, at most three, which are then ranked again"
         parser.add_argument("--minutes", metavar="MINUTES", default="0", help=trained)
         left_out = "parts of blocks that may be left out, too: attention, mlp, or both with a comma between"
