@@ -152,7 +152,7 @@ class SearchRecord:
             ("prompts", self.min_prefill, kept.prefill),
         ):
             if wish and rate and rate < wish / (1 + CLOSE):
-                said.append(f"The limit of the speed of {what} is not kept: the model reaches {rate:.0f} tokens/s.")
+                said.append(f"The limit of the speed of {what} is not kept: the model reaches {rate:,.0f} tokens/s.")
         return said
 
     @property
@@ -204,14 +204,14 @@ class SearchRecord:
         """What was asked, found and measured, for readers."""
         limits = [
             f"at most {self.max_bytes / 1e6:.1f} MB{self._with_cache}" if self.max_bytes else "",
-            f"decoding at {self.min_decode:.0f} tokens/s or more" if self.min_decode else "",
-            f"prompts at {self.min_prefill:.0f} tokens/s or more{self._until_first}" if self.min_prefill else "",
+            f"decoding at {self.min_decode:,.0f} tokens/s or more" if self.min_decode else "",
+            f"prompts at {self.min_prefill:,.0f} tokens/s or more{self._until_first}" if self.min_prefill else "",
             f"a divergence of at most {self.max_kl:g} nats per token" if self.max_kl else "",
         ]
         aim = {"loss": "least divergence", "bytes": "smallest size", "decode": "fastest decoding"}
         kept = self.rounds[self.kept]
         speeds = [
-            f"{rate:.0f} tokens/s {what}"
+            f"{rate:,.0f} tokens/s {what}"
             for rate, what in ((kept.point.decode, "of decoding"), (kept.point.prefill, "of prompts"))
             if rate
         ]

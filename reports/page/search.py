@@ -82,7 +82,8 @@ def _wishes(run: RunRecord, made: SearchRecord) -> list[WishRow]:
                 rows.append(as_row("prompts, tokens/s", made.min_prefill, point.prefill, kept.prefill, whole, **about))
         return [*rows, *_first_token(made)]
     for corpus in run.corpora:
-        got = score("compressed", f"kl_{corpus}")
+        if (got := score("compressed", f"kl_{corpus}")) is None:  # a task, of which only the perplexity is known
+            continue
         rows.append(
             as_row(
                 f"divergence on {clean(corpus, 40)}, nats per token", made.max_kl, point.loss, got, number, close=CLOSE

@@ -286,8 +286,11 @@ def test_the_time_until_the_first_token_is_limited(tiny, batches):
     found = fit(model, batches, limit, method=chooser(), timer=by_bits).record
     assert (found.min_prefill, found.max_ttft, found.prompt) == (2560, 0.2, 512) and not found.broken()
     assert found.rounds[found.kept].point.prefill >= 2559 and found.used[TEXTS[2]]
-    assert "prompts at 2560 tokens/s or more (512 tokens in 200 ms)" in found.sentences()[0]
-    (row,) = (one for one in search.context(typed({"search": found}))["wishes"] if "first token" in one.name)
+    assert "prompts at 2,560 tokens/s or more (512 tokens in 200 ms)" in found.sentences()[0]
+    scores = {"compressed": {"perplexity_a": 9.0, "kl_a": 0.1, "perplexity_of_a_task": 9.0}}
+    rows = search.context(typed({"search": found, "scores": scores}))["wishes"]
+    assert [one.name for one in rows if "divergence" in one.name] == ["divergence on a, nats per token"]
+    (row,) = (one for one in rows if "first token" in one.name)
     assert (row.name, row.asked, row.measured, row.kept) == (
         "first token after 512 tokens with the full cache, ms (in the search)", "200", "171", "yes",
     )  # fmt: skip
