@@ -238,6 +238,21 @@ def test_a_model_within_bytes_that_loses_least(model, batches):
     assert all(torch.equal(before[name].bfloat16().float(), t) for name, t in model.state_dict().items())
 
 
+def test_low_rank_zeros_and_activations_in_8_bits_are_choices(model, batches):
+    """Beside codes; each has its own bytes, and the model that is made has those of the prediction."""
+    method = chooser("int8; fp8; svd(ratio=0.5); sparsegpt(ratio=0.5); rtn(bits=4, group_size=16)")
+    library = measure_library(model, batches, method)
+    losses = {text: sum(layer.choices[text].loss for layer in library.layers.values()) for text in method.methods}
+    assert 0 < losses["int8"] < losses["rtn(bits=4, group_size=16)"] < losses["svd(ratio=0.5)"]
+    bytes_of = {text: sum(layer.choices[text].cost for layer in library.layers.values()) for text in method.methods}
+    limit = library.beside + (bytes_of["int8"] + bytes_of["rtn(bits=4, group_size=16)"]) / 2
+    found = fit(model, batches, Wishes(max_bytes=limit), method=method)
+    kept = found.record.rounds[found.record.kept]
+    assert kept.bytes == pytest.approx(kept.point.bytes, rel=0.002) and kept.bytes <= limit
+    assert {text for text, count in found.record.used.items() if count} >= {"rtn(bits=4, group_size=16)"}
+    assert sum(found.record.used[text] for text in ("int8", "fp8")) > 0
+
+
 def test_a_limit_of_the_loss_is_kept_by_the_model_that_is_made(model, batches):
     """Losses that do not add up are corrected by what whole models lose."""
     free = fit(model, batches, Wishes(max_bytes=1e9), method=chooser())
