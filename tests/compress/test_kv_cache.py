@@ -440,13 +440,15 @@ def test_batched_caches_are_asked_as_each_alone(tiny, tokens, architecture):
 
 @torch.no_grad()
 @pytest.mark.skipif(native.why_not() is not None, reason="no C++ kernels here")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("dtype, architecture", [
+    (torch.float32, "llama"), (torch.bfloat16, "llama"), (torch.float16, "llama"), (torch.float32, "gemma3_text"),
+    (torch.bfloat16, "gemma3_text"),
+])  # fmt: skip
 def test_single_tokens_of_a_batch_are_read_together(tiny, tokens, architecture, dtype, monkeypatch):
     """Rows in several forms and of several lengths, some of which become codes on the way; in 16 bits through the fast
     pass of an accelerated model, because a step does not take so many sequences."""
     model, prompts, more = tiny(architecture), tokens(1, 40)[0], tokens(1, 45, seed=2)[0]
-    model = accelerate(model) if dtype == torch.bfloat16 else model.float()
+    model = accelerate(model) if dtype == torch.bfloat16 else model.to(dtype)
     recipes = [
         {},
         {"policy": policy("knorm", budget=0.3)},
@@ -484,6 +486,33 @@ def test_single_tokens_of_a_batch_are_read_together(tiny, tokens, architecture, 
             for one, other in zip(a.own, b.own, strict=True):
                 assert torch.equal(one.lengths, other.lengths) and torch.equal(one.tokens, other.tokens)
                 assert [slab.coded for slab in one.slabs] == [slab.coded for slab in other.slabs]
+
+
+@torch.no_grad()
+@pytest.mark.skipif(native.why_not() is not None, reason="no C++ kernels here")
+def test_padding_among_single_tokens_of_a_batch_is_left_out(tiny, tokens, monkeypatch):
+    """A row whose sequence has ended gets padding for some steps, which its cache does not keep."""
+    model, prompt, more = tiny("llama"), tokens(1, 40)[0], tokens(1, 12, seed=2)[0]
+    calls, kernel = [], batched.kv_append_decode
+    monkeypatch.setattr(batched, "kv_append_decode", lambda *args, **how: calls.append(1) or kernel(*args, **how))
+    with attached(model):
+        caches = []
+        for recipe in ({}, {"policy": policy("knorm", budget=0.5), "storage": KV_INT(group_size=32)}):
+            caches.append(CompressedCache(model, **recipe))
+            read(model, caches[-1], prompt)
+            caches[-1].paused = True
+        alone, both = copy.deepcopy(caches), CacheBatch(caches)
+        for at in range(12):
+            token, real = more[:, at : at + 1], torch.tensor([True, not 4 <= at < 8])
+            mask = torch.ones(2, 41 + at, dtype=torch.long)
+            mask[1, 44 : min(48, 41 + at)] = 0
+            rows = model(token.expand(2, -1), past_key_values=both, attention_mask=mask).logits
+            for i, (cache, row) in enumerate(zip(alone, rows, strict=True)):
+                own = model(token, past_key_values=cache, attention_mask=mask[i : i + 1]).logits
+                if real[i]:
+                    assert_close(row[None], own, rtol=1e-4, atol=1e-4)
+        assert [one.tokens.tolist() for one in (caches[0].own[0], caches[1].own[0])] == [[52], [48]]
+        assert calls, "rows without padding are read together"
 
 
 def test_tensors_grow_by_zeros_whatever_they_held_before():
