@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from compress.formats.base import Format, Trainable
 
 EDGE = 0.499  # of a step: the largest distance of a weight from its code at which it is rounded to it
+OUTSIDE = 0.51  # distance from which another code is the nearest; steps of tables are not all equal
 
 
 class TrainedGroups(Trainable):
@@ -71,12 +72,15 @@ class TrainedGroups(Trainable):
             return self.store(codes.view(self.offsets.shape), scale)
 
     def _sides(self, original: Tensor | None) -> Tensor:
-        """The place of each weight in its step, at most at the edge; 0, the middle, if the original is not known."""
+        """The place of each weight in its step; 0, the middle, if the original is not known, or if it lies outside of
+        the step: error feedback chose such a code to make up for others, and at the edge the first updates would undo
+        it."""
         if original is None:
             return torch.zeros_like(self.codes)
         values, step = self.values(self.codes)
         wanted = original.float().view(self.grouped) / self.scale[..., None]
-        return ((wanted - values) / step).clamp_(-EDGE, EDGE)
+        place = (wanted - values) / step
+        return place.masked_fill_(place.abs() > OUTSIDE, 0.0).clamp_(-EDGE, EDGE)
 
 
 class TrainedFloats(Trainable):

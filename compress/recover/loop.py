@@ -25,7 +25,10 @@ SETTLED = 2  # updates after which the process holds all the memory that trainin
 CHECKS = 10  # most scores of the held-out windows during training, beside that before it
 SCORING = 0.2  # the largest share of the time of updates that these scores take
 LATE = 1.25  # share of the minutes from which on a run says that they were too few
-PATIENCE = 4  # scores without an improvement after which training ends
+FLAT = 2  # scores without an improvement after which the rate is lowered
+LOWERED = 0.25  # factor of the rate then
+MOST_LOWERED = 2  # times
+PATIENCE = 4  # scores without an improvement after which training ends, if the rate is not lowered any more
 LARGEST_GRADIENT = 1.0  # norm of all gradients together, beyond which they are scaled down
 
 
@@ -55,7 +58,8 @@ class Training:
 
     step: updates so far. steps: updates in all. checks: scores after the first one. tokens: tokens trained on so far.
     seconds: time of training so far. curve: scores of the held-out windows. best: the update with the best score, whose
-    numbers are the result. ended: why training ended.
+    numbers are the result. lowered: how often the rate was lowered; since: the number of scores before the last time.
+    ended: why training ended.
     """
 
     step: int = 0
@@ -65,6 +69,8 @@ class Training:
     seconds: float = 0.0
     curve: list[RecoveryPoint] = field(default_factory=list)
     best: int = 0
+    lowered: int = 0
+    since: int = 0
     ended: str = ""
 
 
@@ -142,6 +148,8 @@ class Loop:
             f"the {self.schedule.minutes:g} minutes were too few: they were over before {state.step} updates were done"
         )
         state.ended = state.ended or (late if over else "all updates are done")
+        if state.lowered:
+            state.ended += f", with a rate that was lowered to {self._rate():.3g}"
         return state
 
     def _checks(self) -> set[int]:
@@ -161,7 +169,7 @@ class Loop:
     def _update(self) -> None:
         state, batch = self.state, min(self.schedule.batch, self.trained)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.rate * _warm(state.step, state.steps)
+            group["lr"] = self._rate() * _warm(state.step, state.steps)
         numbers = [self._window(i) for i in range(state.step * batch, (state.step + 1) * batch)]
         total = 0.0
         for several in together([self.windows[i] for i in numbers], batch):
@@ -179,6 +187,17 @@ class Loop:
         self.learned.prepare()
         state.step, state.tokens = state.step + 1, state.tokens + sum(self.windows[i].shape[1] for i in numbers)
         self.losses.append(total)
+
+    def _rate(self) -> float:
+        """The size of the largest updates."""
+        return self.schedule.rate * LOWERED**self.state.lowered
+
+    def _lower(self) -> None:
+        """Go on from the best state with a lower rate."""
+        self.state.lowered, self.state.since = self.state.lowered + 1, len(self.state.curve)
+        self._load(self.best)
+        self.optimizer.state.clear()
+        self.learned.prepare()
 
     def _window(self, i: int) -> int:
         """The i-th window that is trained on: all of them in a random order, and again in another one."""
@@ -230,11 +249,15 @@ class Loop:
         self.losses.clear()
         if len(state.curve) == 1 and not math.isfinite(score):
             raise NotFinite("the compressed model's predictions for held-out text are NaN or infinite before training")
+        flat = len(state.curve) - max(_best(state.curve) + 1, state.since)
+        diverged, lowers = not score < 2 * state.curve[0].divergence, state.lowered < MOST_LOWERED
         if score < best:
             state.best, self.best = state.step, {key: p.detach().clone() for key, p in self.latent.items()}
-        elif not score < 2 * state.curve[0].divergence:
+        elif lowers and (diverged or flat >= FLAT):
+            self._lower()
+        elif diverged:
             state.ended = f"training diverged: the held-out windows had {score:.4g} after update {state.step}"
-        elif len(state.curve) - 1 - _best(state.curve) >= PATIENCE:
+        elif flat >= PATIENCE:
             state.ended = f"the held-out windows did not improve after update {state.best}"
         self._keep()
 

@@ -267,6 +267,21 @@ def test_zeros_stay_in_every_format(stored, ratio, peaked, tokens):
         assert (linear.dequantize()[zeros] == 0).all(), name
 
 
+@pytest.mark.parametrize("stored", ["integers", "a table"])
+def test_codes_of_error_feedback_begin_in_the_middle_of_their_step(stored):
+    """The first updates do not undo them; other weights begin where the original lies."""
+    torch.manual_seed(1)
+    (part,) = STORED[stored](0.3 * torch.randn(24, 32))
+    plain = part.trainable()
+    values, step = plain.values(plain.codes)
+    scale = (plain.scale[..., None] * step).expand(plain.grouped).reshape(24, 32)
+    shift = torch.tensor([0.3, -0.45, 0.9, -1.6]).repeat(24, 8)
+    view = part.trainable(part.dequantize() + shift * scale)
+    expected = torch.where(shift.abs() < 0.5, shift, torch.zeros(()))
+    assert torch.allclose(view.offsets, expected, atol=1e-4) and not plain.offsets.any()
+    assert torch.equal(view.stored().dequantize(), part.dequantize())
+
+
 def test_held_out_windows_are_not_of_the_calibration_if_there_are_others():
     _, tokenizer = load_model("tiny")
     batches = calibration(tokenizer, corpus="pydocs", samples=40, seqlen=16)
@@ -304,6 +319,48 @@ def test_a_killed_training_goes_on_bit_by_bit(train, peaked, tokens, tmp_path, m
     assert [p.divergence for p in again.recoveries[0].curve] == [p.divergence for p in whole.recoveries[0].curve]
     theirs = whole.model.state_dict()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in again.model.state_dict().items())
+
+
+def test_a_rate_that_does_not_help_any_more_is_lowered(peaked, tokens, tmp_path, monkeypatch):
+    """Training goes on from the best state, and a training killed behind it goes on bit by bit."""
+    found = [1.0, 0.5, 0.6, 0.7, 0.4, 0.45, 0.44, 0.43, 0.42, 0.41, 0.39]
+    monkeypatch.setattr(loop.Loop, "_score", lambda self: found[len(self.state.curve)])
+    rates, update, count = [], loop.Loop._update, [0]
+
+    def noted(self):
+        count[0] += 1
+        if count[0] == 17:
+            raise Killed
+        update(self)
+        rates.append((self.state.step, self._rate()))
+
+    monkeypatch.setattr(loop.Loop, "_update", noted)
+    text, recipe = tokens(12, 24), "rtn(bits=3, group_size=16), distil(rate=0.001, steps=20, minutes=0)"
+    with pytest.raises(Killed):
+        apply(recipe, peaked(), text, work_path=tmp_path / "killed")
+    again = apply(recipe, peaked(), text, work_path=tmp_path / "killed")
+    rates.clear()
+    whole = apply(recipe, peaked(), text)
+    (record,) = whole.recoveries
+    assert record.ended == "all updates are done, with a rate that was lowered to 6.25e-05" and record.kept == 20
+    assert [point.step for point in record.curve] == list(range(0, 21, 2))
+    steps = {rate: [step for step, own in rates if own == rate] for rate in (1e-3, 2.5e-4, 6.25e-5)}
+    assert steps == {1e-3: list(range(1, 7)), 2.5e-4: list(range(7, 13)), 6.25e-5: list(range(13, 21))}
+    theirs = whole.model.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in again.model.state_dict().items())
+
+
+def test_training_goes_on_from_the_best_state(peaked, tokens, monkeypatch):
+    found, lower, states = [1.0, 0.5, 3.0, 0.4], loop.Loop._lower, []
+
+    def noted(self):
+        lower(self)
+        states.append(all(torch.equal(p, self.best[key]) for key, p in self.latent.items()))
+
+    monkeypatch.setattr(loop.Loop, "_score", lambda self: found[min(len(self.state.curve), 3)])
+    monkeypatch.setattr(loop.Loop, "_lower", noted)
+    (record,) = apply(f"rtn(bits=3, group_size=16), distil({QUICK})", peaked(), tokens(12, 24)).recoveries
+    assert states[0] and record.kept > 2, "after the one that diverged"
 
 
 def test_a_rate_that_diverges_leaves_the_best_state(peaked, tokens):
