@@ -163,12 +163,15 @@ class SearchRecord:
     @property
     def _until_first(self) -> str:
         """The limit of the time until the first token, for a sentence; "" if there is none."""
-        return f" ({self.prompt} tokens in {1e3 * self.max_ttft:g} ms)" if self.limits_first_token else ""
+        return (
+            "" if self.first_token_limit is None else f" ({self.prompt} tokens in {1e3 * self.first_token_limit:g} ms)"
+        )
 
     @property
-    def limits_first_token(self) -> bool:
-        """Is the time until the first token limited, for a known number of tokens? A record may hold any numbers."""
-        return bool(self.max_ttft and self.prompt) and self.max_ttft > 0 < self.prompt
+    def first_token_limit(self) -> float | None:
+        """Limit of the seconds until the first token; None: there is none, or the record holds no sensible numbers."""
+        sensible = bool(self.max_ttft and self.prompt) and self.max_ttft > 0 < self.prompt
+        return self.max_ttft if sensible else None
 
     def beside_uniform(self) -> str:
         """What the best recipe with one choice for all linears gives, in a sentence; "" if it is not known."""

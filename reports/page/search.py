@@ -113,11 +113,12 @@ def _wishes(run: RunRecord, made: SearchRecord) -> list[WishRow]:
 def _first_token(made: SearchRecord) -> list[WishRow]:
     """The time until the first token as the search measured it, if it is limited."""
     kept = made.rounds[made.kept]
-    if not made.limits_first_token or not kept.point.prefill or not kept.prefill:
+    limit = made.first_token_limit
+    if limit is None or not kept.point.prefill or not kept.prefill:
         return []
     name = f"first token after {made.prompt:,} tokens with the full cache, ms (in the search)"
     times = (1e3 * made.prompt / rate for rate in (kept.point.prefill, kept.prefill))
-    return [as_row(name, 1e3 * made.max_ttft, *times, number, close=CLOSE)]
+    return [as_row(name, 1e3 * limit, *times, number, close=CLOSE)]
 
 
 def as_row(
