@@ -43,6 +43,7 @@ from notebooks.study.service import Service, Shapes
 
 MADE = 3  # combinations that are made at most
 TRIES = 5  # numbers of sequences that are decoded at most
+MORE = 1.1  # factor by which the number must grow for another try
 WARM = 16  # tokens of a first pass, so that what is allocated once is not counted
 
 
@@ -284,7 +285,7 @@ class _Service:
     # What is made.
 
     def _decode(self, chosen: Combination) -> list[ServingRound]:
-        """Decode as many sequences as predicted, or fewer if these take more than the memory."""
+        """Decode as many sequences as predicted, or fewer if these take more than the memory; the last round counts."""
         count, rounds = chosen.batch, list[ServingRound]()
         with in_16_bits(self._model(chosen.weights)) as small:
             _accelerate(small)
@@ -295,10 +296,30 @@ class _Service:
                     found = min(found, self._together(small, methods, count), key=itemgetter(0))
                 peak, held, rate = found
                 rounds.append(ServingRound(count, resident + peak, held, rate))
-                over = resident + peak - self.asked.memory
-                if over <= 0 or count == 1 or len(rounds) == TRIES:
-                    return rounds
-                count = max(count - max(-(-over * count // held), 1), 1)
+                count = self._next_count(rounds)
+                if not count or len(rounds) == TRIES:
+                    return sorted(rounds, key=self._worth)
+
+    def _worth(self, one: ServingRound) -> int:
+        """By which rounds are ordered: the more sequences the better, if they fit, and the fewer, if they do not."""
+        return one.sequences if one.peak_bytes <= self.asked.memory else -one.sequences
+
+    def _next_count(self, rounds: Sequence[ServingRound]) -> int:
+        """The number of sequences to decode next: fewer, as long as none fits; and then more, if a tenth more would fit
+        and had not been too many, because the peak of an earlier round was that of something else; 0: none."""
+        memory, last = self.asked.memory, rounds[-1]
+        fitting = [one for one in rounds if one.peak_bytes <= memory]
+        if not fitting:
+            over = last.peak_bytes - memory
+            fewer = last.sequences - max(-(-over * last.sequences // last.cache_bytes), 1)
+            return max(fewer, 1) if last.sequences > 1 else 0
+        best = max(fitting, key=lambda one: one.sequences)
+        too_many = min((one.sequences for one in rounds if one.sequences > best.sequences), default=best.sequences + 1)
+        more = (memory - best.peak_bytes) * best.sequences // best.cache_bytes
+        count = min(too_many - 1, best.sequences + more)
+        if last is not best:  # as many as seemed to fit did not
+            count = (best.sequences + too_many) // 2
+        return count if count > MORE * best.sequences else 0
 
     def _together(self, model: PreTrainedModel, methods: Sequence[Method], count: int) -> tuple[int, int, float | None]:
         """Decode sequences in one batch: the peak of the memory above that of the weights, the bytes of all caches, and

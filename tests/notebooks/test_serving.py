@@ -223,6 +223,22 @@ def test_what_is_allocated_once_does_not_lower_the_number_of_sequences(model, te
     assert [one.sequences for one in record.rounds] == [record.found[record.kept].batch] and not record.broken()
 
 
+@pytest.mark.parametrize("most", [100, 30])
+def test_a_number_that_was_lowered_too_far_is_raised_again(model, texts, monkeypatch, most):
+    """As if the first two measurements saw 20 MB of something else; more than `most` are really too many."""
+    others = [20_000_000] * 2
+
+    def together(self, small, methods, count):
+        held = count * self.caches["half"].nbytes
+        return held + (others.pop() if others else 0) + (count > most) * 30_000_000, held, 1.0
+
+    monkeypatch.setattr(serving._Service, "_together", together)
+    record = made(model, texts).record
+    first, *_, last = record.rounds
+    assert last.sequences <= record.found[record.kept].batch and last.peak_bytes <= record.memory
+    assert last.sequences > (40 if most == 100 else 20) and len(record.rounds) <= serving.TRIES
+
+
 @pytest.fixture
 def same_peak(monkeypatch):
     """Whatever runs is measured to add 12,345,678 bytes."""
