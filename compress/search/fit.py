@@ -1,6 +1,7 @@
 """fit: a model and limits of bytes, speed and divergence -> the best choice for every layer and for the cache, made and
 measured."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -48,8 +49,9 @@ from compress.search.program import NAMES, Costs, LayersProgram
 from compress.search.wishes import Wishes
 from compress.walk.capture import device_of
 from compress.walk.experts import is_fused_experts
+from compress.walk.finite import NotFinite
 from compress.weights.mixed import Mixed
-from eval.record.search import CLOSE, SearchPoint, SearchRecord, SearchRound
+from eval.record.search import CLOSE, PROMPT, SearchPoint, SearchRecord, SearchRound
 from kernels.support.modes import evaluating
 from kernels.support.positions import positions
 
@@ -171,13 +173,13 @@ def fit(
 
 
 def _check_prompt(model: PreTrainedModel, wishes: Wishes, timer: Timer | None) -> None:
-    """Raise ValueError if the time until the first token is limited, and prompts of this length are not timed."""
-    if wishes.max_ttft is None:
-        return
-    if wishes.prompt >= (most := positions(model)):
+    """Raise ValueError if prompts of this length cannot be timed, or, with a limit of the time until the first token,
+    are not timed. The standard length is shortened for models with few positions, where no time depends on it."""
+    limited = wishes.max_ttft is not None
+    if (limited or (wishes.timed and wishes.prompt > PROMPT)) and wishes.prompt >= (most := positions(model)):
         raise ValueError(f"`prompt` (={wishes.prompt}) must be less than {most}, the positions of the model")
     timed = getattr(timer, "keywords", {}).get("prompt_tokens", wishes.prompt)
-    if timed != wishes.prompt:
+    if limited and timed != wishes.prompt:
         raise ValueError(f"`timer` times prompts of {timed} tokens, and `prompt` (={wishes.prompt}) is another length")
 
 
@@ -283,7 +285,7 @@ class _Search:
             if self._is_made(chosen):
                 break
             one = self._make(chosen)
-            if self._keeps(one) and (number > 0 or self._tight(one)):
+            if one is None or (self._keeps(one) and (number > 0 or self._tight(one))):
                 break
         kinds = [*self.library.kinds(), [PLACE] if self.caches else []]
         uniform = self.program.uniform(self._aim, self._limits(), kinds)
@@ -315,15 +317,14 @@ class _Search:
             chosen = self.program.best(name, {other: limit for other, limit in limits.items() if other != name})
         return chosen or self.made[-1][1]
 
-    def _make(self, chosen: dict[str, str], *, uniform: bool = False) -> SearchRound:
-        """Compress a copy of the model so, measure it, and correct the predictions by what it reached."""
+    def _make(self, chosen: dict[str, str], *, uniform: bool = False) -> SearchRound | None:
+        """Compress a copy of the model so, measure it, and correct the predictions by what it reached; None if its
+        predictions are not finite."""
         result = apply(self.library.recipe(chosen, self.model), sharing_copy(self.model), self.batches, **self.how)
-        kl = self._divergence(
-            result,
-            chosen,
-            "those with each of its choices alone are, so that other `choices` may work: "
-            + ", ".join(dict.fromkeys(chosen.values())),
-        )
+        choices = ", ".join(dict.fromkeys(chosen.values()))
+        kl = self._divergence(result, chosen, f"each of its choices alone gives finite ones: {choices}")
+        if kl is None:
+            return None
         rates: tuple[float | None, float | None] = None, None
         costs, point = self.program.of(chosen), self._point(chosen)
         factor = self.factor
@@ -351,21 +352,28 @@ class _Search:
         text = self.batches.beyond(len(self.windows)) if hasattr(self.batches, "beyond") else self.batches
         recipe = [*self.library.recipe(chosen, self.model), training]
         result = apply(recipe, sharing_copy(self.model), text, **self.how)
-        why = f"they were before `minutes` (={training.minutes:g}) of training, so that 0 works"
-        kl, size = self._divergence(result, chosen, why), self._bytes(result, chosen)
+        kl = self._divergence(result, chosen, f"they were before `minutes` (={training.minutes:g}) of training")
+        if kl is None:
+            return
+        size = self._bytes(result, chosen)
         self.rounds.append(replace(before, divergence=kl, bytes=size, minutes=training.minutes))
         self.made.append((result, chosen))
 
-    def _divergence(self, result: Result, chosen: Mapping[str, str], why: str) -> float:
-        """Of a model that was made, in nats per token; why: what may be the cause if it is not finite.
+    def _divergence(self, result: Result, chosen: Mapping[str, str], why: str) -> float | None:
+        """Of a model that was made, in nats per token; None, with a warning, if it is not finite, and the search has
+        other models. why: what is known of the cause.
 
         Raises:
-            ValueError: it is not finite.
+            NotFinite: it is not finite, and there are no other models.
         """
         kl = divergence(self.expected, self._logits(result.model, chosen.get(PLACE, FULL)))
-        if not isfinite(kl):
-            raise ValueError(f"the predictions of a model that was made are not finite (divergence {kl}); {why}")
-        return kl
+        if isfinite(kl):
+            return kl
+        said = f"the predictions of a model that was made are not finite (divergence {kl}); {why}"
+        if not self.made:
+            raise NotFinite(said)
+        warnings.warn(f"{said}. It is left out", stacklevel=2)
+        return None
 
     def _bytes(self, result: Result, chosen: Mapping[str, str]) -> int:
         """The bytes of a model that was made, and of its cache."""

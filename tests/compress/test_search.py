@@ -26,6 +26,7 @@ from compress.search.program import NAMES, Costs, LayersProgram
 from compress.search.wishes import wishes_of
 from compress.walk.blocks import targets
 from compress.walk.ends import solve
+from compress.walk.finite import NotFinite
 from compress.walk.statistics import Collector
 from compress.walk.walk import stored_as
 from compress.weights.mixed import windows
@@ -318,8 +319,18 @@ def test_the_time_until_the_first_token_is_limited(tiny, batches):
 
 def test_a_made_model_without_numbers_is_named(model, batches, monkeypatch):
     monkeypatch.setattr("compress.search.fit.divergence", lambda *_: float("nan"))
-    with pytest.raises(ValueError, match=r"model that was made are not finite \(divergence nan\); .*rtn\(bits=8"):
+    with pytest.raises(NotFinite, match=r"model that was made are not finite \(divergence nan\); .*rtn\(bits=8"):
         fit(model, batches, Wishes(max_bytes=1e9), method=chooser())
+
+
+def test_a_later_model_without_numbers_loses_no_earlier_one(model, batches, monkeypatch):
+    """Neither one of a second round, nor one that was trained."""
+    found = [0.5]
+    monkeypatch.setattr("compress.search.fit.divergence", lambda *_: found.pop() if found else float("nan"))
+    smallest = chooser().smallest_size(model)
+    with pytest.warns(UserWarning, match=r"not finite \(divergence nan\); .* It is left out"):
+        record = fit(model, batches, Wishes(max_bytes=1.3 * smallest), method=chooser(), minutes=0.02).record
+    assert [one.divergence for one in record.rounds] == [0.5] and record.kept == 0
 
 
 def test_prompts_must_fit_into_the_model(model):
@@ -327,6 +338,8 @@ def test_prompts_must_fit_into_the_model(model):
         speed.timer(1, 100_000)({"original": model})
     with pytest.raises(ValueError, match=r"`prompt` \(=100000\) must be less than \d+, the positions of the model"):
         fit(model, [], Wishes(max_ttft=1.0, prompt=100_000), timer=speed.timer(1, 100_000))
+    with pytest.raises(ValueError, match=r"`prompt` \(=100000\) must be less than \d+, the positions of the model"):
+        fit(model, [], Wishes(min_prefill=2.0, times=True, prompt=100_000), timer=speed.timer(1, 100_000))
     with pytest.raises(ValueError, match=r"`timer` times prompts of 256 tokens, and `prompt` \(=64\) is another"):
         fit(model, [], Wishes(max_ttft=1.0, prompt=64), timer=speed.timer(1))
 
