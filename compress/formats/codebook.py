@@ -183,9 +183,13 @@ class CodebookGroup(Format):
         near = torch.cat([gaps[..., :1], (gaps[..., 1:] + gaps[..., :-1]) / 2, gaps[..., -1:]], -1)  # around each entry
         scale = torch.ones(self.shape[0], 1, device=rows.table.device) if rows.scale is None else rows.scale
 
+        # The first entry of each row's table, if rows have their own.
+        first = 0 if rows.table.dim() == 1 else torch.arange(self.shape[0], device=rows.table.device, dtype=torch.int32)
+        first = first if rows.table.dim() == 1 else first[:, None] * rows.table.shape[1]
+
         def looked_up(table: Tensor, codes: Tensor) -> Tensor:
-            index = codes.long().view(self.shape[0], -1)
-            return (table[index] if table.dim() == 1 else table.gather(1, index)).view(codes.shape)
+            index = codes.to(torch.int32).view(self.shape[0], -1) + first
+            return table.reshape(-1).index_select(0, index.view(-1)).view(codes.shape)
 
         rule = ScaleRule.of(self.scales, rows.scale) if not isinstance(self.scales, ScaleCodes) else None
 
@@ -198,7 +202,8 @@ class CodebookGroup(Format):
             looked_up(places, unpack_codebook(rows)),
             scale.float(),
             levels=rows.table.shape[-1],
-            values=lambda codes: (looked_up(ascending, codes), looked_up(near, codes)),
+            values=lambda codes: looked_up(ascending, codes),
+            steps=lambda codes: looked_up(near, codes),
             round_scale=None if rule is None else rule.rounded,
             store=store,
             original=original,

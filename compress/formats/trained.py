@@ -18,8 +18,8 @@ class TrainedGroups(Trainable):
         codes: [out, in] integers in the order of their values.
         scale: [out, groups] float32, as stored; must not be 0.
         levels: number of codes.
-        values: gives for codes [out, groups, group_size] (float32) their values before scaling, and the distance to
-            their neighbours, both broadcastable to the codes, in float32.
+        values: gives for codes [out, groups, group_size] (int32) their values before scaling, float32 in new memory.
+        steps: gives for codes the distance of their values to the neighbours, float32 in new memory; None: 1.
         round_scale: rounds scales [out, groups], in float32, as for storage; None: scales do not change.
         store: makes the format from codes [out, in] (uint8) and scales [out, groups] (as `round_scale` gives them).
         original: see `Format.trainable`.
@@ -31,25 +31,36 @@ class TrainedGroups(Trainable):
         scale: Tensor,
         *,
         levels: int,
-        values: Callable[[Tensor], tuple[Tensor, Tensor | float]],
+        values: Callable[[Tensor], Tensor],
+        steps: Callable[[Tensor], Tensor] | None,
         round_scale: Callable[[Tensor], Tensor] | None,
         store: Callable[[Tensor, Tensor], Format],
         original: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.levels, self.values, self.round_scale, self.store = levels, values, round_scale, store
+        self.levels, self.values, self.steps, self.round_scale, self.store = levels, values, steps, round_scale, store
         self.grouped = (*scale.shape, codes.shape[1] // scale.shape[1])  # (out, groups, group_size)
-        self.register_buffer("codes", codes.float().view(self.grouped))
+        self.register_buffer("codes", codes.to(torch.uint8).view(self.grouped))
         self.register_buffer("scale", scale)
         self.offsets = nn.Parameter(self._sides(original).view(codes.shape))
         self.factors = nn.Parameter(torch.zeros_like(scale)) if round_scale else None
         self.register_buffer("unit", None)
+        self.keep: Tensor | None = None
 
     def fix_codes(self) -> None:
         """From now on only the scales are trained: the values before scaling are computed once."""
         with torch.no_grad():
-            self.unit = self.values(_round(self.codes + self.offsets.view(self.grouped), self.levels))[0]
+            self.unit = self.values(self.nearest())
         self.offsets.requires_grad_(False)
+
+    def keep_zeros(self, kept: Tensor) -> None:
+        self.keep = kept
+        super().keep_zeros(kept)
+
+    def nearest(self) -> Tensor:
+        """The codes [out, groups, group_size] (int32) to which weights are rounded now."""
+        moved = torch.add(self.offsets.detach().view(self.grouped), self.codes)
+        return moved.round_().clamp_(0, self.levels - 1).to(torch.int32)
 
     def scales(self) -> Tensor:
         """[out, groups] float32, as they would be stored; gradients pass straight through their rounding."""
@@ -62,12 +73,32 @@ class TrainedGroups(Trainable):
         scale = self.scales()
         if self.unit is not None:
             return (self.unit * scale[..., None]).view(self.offsets.shape)
-        latent = self.codes + self.offsets.view(self.grouped)
-        return _Rounded.apply(latent, scale[..., None], self.levels, self.values).view(self.offsets.shape)
+        return _Rounded.apply(self.offsets, scale, self)
+
+    def collect(self, gradient: Tensor) -> None:
+        gradient = gradient.detach().to(torch.float32).view(self.grouped)
+        codes = self.nearest() if self.unit is None else None
+        if self.factors is not None:
+            by_factors = self.by_scale(gradient, codes).mul_(self.scale * self.factors.detach().exp())
+            self.factors.grad = by_factors if self.factors.grad is None else self.factors.grad.add_(by_factors)
+        if self.offsets.requires_grad:
+            by_offsets = self.by_offsets(gradient, codes, self.scales().detach())
+            if self.keep is not None:
+                by_offsets.mul_(self.keep)
+            self.offsets.grad = by_offsets if self.offsets.grad is None else self.offsets.grad.add_(by_offsets)
+
+    def by_scale(self, gradient: Tensor, codes: Tensor | None) -> Tensor:
+        """The gradient of scales [out, groups] from that of the grouped weight."""
+        return (self.values(codes).mul_(gradient) if self.unit is None else self.unit * gradient).sum(-1)
+
+    def by_offsets(self, gradient: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        """The gradient of offsets [out, in] from that of the grouped weight, by the line through the steps."""
+        by_codes = gradient * scale[..., None]
+        return (by_codes if self.steps is None else by_codes.mul_(self.steps(codes))).view(self.offsets.shape)
 
     def stored(self) -> Format:
         with torch.no_grad():
-            codes = _round(self.codes + self.offsets.view(self.grouped), self.levels).to(torch.uint8)
+            codes = self.nearest().to(torch.uint8)
             scale = self.scale if self.factors is None else self.round_scale(self.scale * self.factors.exp())
             return self.store(codes.view(self.offsets.shape), scale)
 
@@ -76,10 +107,10 @@ class TrainedGroups(Trainable):
         the step: error feedback chose such a code to make up for others, and at the edge the first updates would undo
         it."""
         if original is None:
-            return torch.zeros_like(self.codes)
-        values, step = self.values(self.codes)
-        wanted = original.float().view(self.grouped) / self.scale[..., None]
-        place = (wanted - values) / step
+            return torch.zeros(self.grouped, device=self.scale.device)
+        codes = self.codes.to(torch.int32)
+        place = original.float().view(self.grouped) / self.scale[..., None] - self.values(codes)
+        place = place if self.steps is None else place.div_(self.steps(codes))
         return place.masked_fill_(place.abs() > OUTSIDE, 0.0).clamp_(-EDGE, EDGE)
 
 
@@ -156,20 +187,21 @@ class TrainedFactors(Trainable):
 
 
 class _Rounded(torch.autograd.Function):
-    """values(round(latent)) * scale; the gradient of the rounding is the slope of the line through its steps."""
+    """The weight [out, in] of a view with these offsets [out, in] and scales [out, groups]."""
 
     @staticmethod
-    def forward(ctx, latent: Tensor, scale: Tensor, levels: int, values: Callable) -> Tensor:
-        unit, step = values(_round(latent, levels))
-        ctx.save_for_backward(unit, scale, step if isinstance(step, Tensor) else None)
-        return unit * scale
+    def forward(ctx, offsets: Tensor, scale: Tensor, view: TrainedGroups) -> Tensor:
+        codes = view.nearest()
+        ctx.save_for_backward(codes.to(torch.uint8), scale)
+        ctx.view = view
+        return view.values(codes).mul_(scale[..., None]).view(offsets.shape)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (unit, scale, step), (of_latent, of_scale, *_) = ctx.saved_tensors, ctx.needs_input_grad
-        by_scale = (grad * unit).sum(-1, keepdim=True) if of_scale else None
-        by_latent = grad * (scale if step is None else scale * step) if of_latent else None
-        return by_latent, by_scale, None, None
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        view, (stored, scale), (of_offsets, of_scale, _) = ctx.view, ctx.saved_tensors, ctx.needs_input_grad
+        gradient, codes = gradient.view(view.grouped), stored.to(torch.int32)
+        by_scale = view.by_scale(gradient, codes) if of_scale else None
+        return view.by_offsets(gradient, codes, scale) if of_offsets else None, by_scale, None
 
 
 def _as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -177,7 +209,3 @@ def _as_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float32 or not x.requires_grad:
         return x.to(dtype).to(x.dtype)
     return x + (x.detach().to(dtype) - x).detach()
-
-
-def _round(latent: Tensor, levels: int) -> Tensor:
-    return latent.round().clamp_(0, levels - 1)

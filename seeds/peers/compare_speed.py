@@ -1,4 +1,5 @@
-"""Speed on a CPU beside llama.cpp and OpenVINO, and what each variant loses: our models in turns with theirs.
+"""Speed on a CPU beside llama.cpp, ik_llama.cpp and OpenVINO, and what each variant loses: our models in turns with
+theirs.
 
     python seeds/peers/compare_speed.py --model smollm2-135m --accuracy 4 --out speed.json \\
         --ours "4 bits: rtn(bits=4, group_size=32)" "4 bits, iq4_nl: runs/bytes/a-saved-model" \\
@@ -6,7 +7,8 @@
         --openvino OUT/openvino16 OUT/openvino-w4g64 --write speed.md
 
 The uncompressed model is always a contestant. `--ours` are names with recipes without calibration, or with folders of
-saved models. `--openvino` are folders that `dense_peers.py openvino --keep` and `openvino16 --keep` wrote.
+saved models. `--ik` times every file by ik_llama.cpp as well, its weights repacked when they are loaded; alone, without
+other sequences. `--openvino` are folders that `dense_peers.py openvino --keep` and `openvino16 --keep` wrote.
 One round times every model of ours, every file and every folder once: a prompt, and tokens decoded after it; tables
 show medians over the rounds and their span. `--accuracy` scores all of them by the same code on windows of wikitext-2.
 `--grid` repeats the decoding with other numbers of threads and sequences and behind longer prompts. `--model random-1b`
@@ -29,7 +31,7 @@ from pathlib import Path
 
 import gguf
 import torch
-from interop_environments import environment_variables
+from interop_environments import environment_variables, ready
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -108,6 +110,29 @@ def llama_bench(
     }
     out = llama(environments, "llama-bench", threads, "-m", file, *(part for pair in what.items() for part in pair))
     return max((found["samples_ts"] for found in json.loads(out)), key=statistics.mean)
+
+
+def ik_speed(environments: Path, file: Path, point: SpeedPoint, new_tokens: int) -> tuple[float, float]:
+    """Tokens per second of a GGUF file by ik_llama.cpp, (prefill, decode), weights repacked for this processor; with
+    or without its flash attention and huge pages, whatever is faster."""
+    place = (environments / "ik_llamacpp").absolute()
+    what = {
+        "-p": point.prompt_tokens,
+        "-n": 0,
+        "-gp": f"{point.prompt_tokens},{new_tokens}",
+        "-r": 1,
+        "-t": point.threads,
+        "-rtr": 1,
+        "-fa": "0,1",
+        "-thp": "0,1",
+        "-o": "json",
+    }
+    command = [place / "build" / "bin" / "llama-bench", "-m", file, *(part for pair in what.items() for part in pair)]
+    variables = environment_variables(place, point.threads)
+    out = subprocess.run([str(p) for p in command], env=variables, capture_output=True, text=True, check=True).stdout
+    found = json.loads(out)
+    read, decoded = ([one for one in found if bool(one["n_gen"]) is writing] for writing in (False, True))
+    return max(one["avg_ts"] for one in read), max(one["avg_ts"] for one in decoded)
 
 
 def file_speed(environments: Path, file: Path, point: SpeedPoint, new_tokens: int) -> tuple[float, float]:
@@ -195,14 +220,15 @@ class Comparison:
         named = {path.stem: path for path in map(Path, given.files)}
         files = random_files(given, self.model, self.tokenizer) if given.model == RANDOM else named
         self.files = {f"llama.cpp {stem.partition('-')[0]}": path for stem, path in files.items()}
+        self.repacked = {f"ik_{name}": path for name, path in self.files.items()} if given.ik else {}
         for name, model in self.models.items():
             self.rows.setdefault(name, SpeedRow(size(cast(model, torch.bfloat16)).stored_bytes))
-        for name, path in self.files.items():
+        for name, path in (self.files | self.repacked).items():
             self.rows.setdefault(name, SpeedRow(tensor_bytes(path)))
         self.folders = {f"OpenVINO {path.name.removeprefix('openvino-')}": path for path in given.openvino}
         for name, path in self.folders.items():
             self.rows.setdefault(name, SpeedRow(json.loads((path / "peer.json").read_text())["bytes"]))
-        self.rows = {name: self.rows[name] for name in (*self.models, *self.files, *self.folders)}
+        self.rows = {name: self.rows[name] for name in (*self.models, *self.files, *self.repacked, *self.folders)}
 
     def ours(self, what: str) -> nn.Module:
         """A model by its recipe or its folder."""
@@ -257,6 +283,7 @@ class Comparison:
                 self.rows[name].prefill[key].append(point.batch * point.prompt_tokens / first)
                 self.rows[name].decode[key].append(point.batch / statistics.median(later))
             others = [(name, file, file_speed) for name, file in self.files.items()]
+            others += [(name, file, ik_speed) for name, file in self.repacked.items()]
             others += [(name, folder, folder_speed) for name, folder in self.folders.items()]
             for name, path, speed in others:
                 if key in self.rows[name].failed:
@@ -346,9 +373,9 @@ def page(rows: dict[str, SpeedRow], given: argparse.Namespace) -> str:
         if given.accuracy
         else ""
     )
-    tools = ["llama.cpp"] * bool(given.files) + ["OpenVINO"] * bool(given.openvino)
+    tools = ["llama.cpp"] * bool(given.files) + ["ik_llama.cpp"] * given.ik + ["OpenVINO"] * bool(given.openvino)
     lines = [
-        f"# Speed on a CPU beside {' and '.join(tools)}: {given.model} on {hardware()['cpu']}",
+        f"# Speed on a CPU beside {', '.join(tools)}: {given.model} on {hardware()['cpu']}",
         "",
         f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {given.threads} threads.",
         "",
@@ -373,6 +400,7 @@ def main() -> None:
     ours = "name: recipe without calibration, or name: folder of a saved model"
     parser.add_argument("--ours", nargs="*", type=named_model, default=[], help=ours)
     parser.add_argument("--files", nargs="*", default=[], help=f"GGUF files of llama.cpp; with {RANDOM}, their types")
+    parser.add_argument("--ik", action="store_true", help="time the files by ik_llama.cpp as well")
     parser.add_argument("--openvino", type=Path, nargs="*", default=[], help="folders of `dense_peers.py --keep`")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -388,7 +416,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the JSON record, which is continued")
     parser.add_argument("--write", type=Path, help="file for the note, with a figure beside it")
     given = parser.parse_args()
+    if given.ik and given.grid:
+        parser.error("--ik times one sequence at a time, without --grid")
     torch.set_grad_enabled(False)
+    for name in ["llamacpp"] * bool(given.files) + ["ik_llamacpp"] * given.ik:
+        ready(given.environments, name)
     comparison = Comparison(given)
     if given.accuracy:
         comparison.score(given.accuracy)

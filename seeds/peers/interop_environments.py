@@ -1,4 +1,4 @@
-"""Throwaway environments for the readers of `make interop`: one folder each, kept between runs."""
+"""Throwaway environments for the readers of `make interop` and for rivals that are timed: a folder each, kept."""
 
 import hashlib
 import os
@@ -11,7 +11,6 @@ from pathlib import Path
 
 READERS = Path(__file__).parent / "readers"
 TORCH = "torch==2.13.0"
-BINDINGS = "llama-cpp-python==0.3.36"
 # GCC 12 drops stores before the instruction that reads the shapes of AMX's tiles, so that llama.cpp's products of Q4_0
 # and Q8_0 end with an illegal instruction on processors that have AMX.
 LLAMA_FLAGS = "-fno-tree-dse -fno-dse"
@@ -19,20 +18,32 @@ PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-quantize", "llama-imatr
 
 
 @dataclass(frozen=True)
+class Build:
+    """llama.cpp, or a fork of it, built for this processor from the sources that its Python bindings bring along.
+
+    bindings: a requirement of pip. folder: where the sources lie in them. programs: which are built.
+    """
+
+    bindings: str
+    folder: str
+    programs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Environment:
     """A virtual environment for one reader.
 
-    installs: arguments of `pip install`, one call after the other. removes: packages that go again. builds: llama.cpp
-    is built in it.
+    installs: arguments of `pip install`, one call after the other. removes: packages that go again. builds: what is
+    compiled in it.
     """
 
     installs: tuple[tuple[str, ...], ...]
     removes: tuple[str, ...] = ()
-    builds: bool = False
+    builds: Build | None = None
 
     def key(self) -> str:
         """A value that changes whenever the installed packages change."""
-        return hashlib.sha256(repr((self, BINDINGS, PROGRAMS, LLAMA_FLAGS)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((self, LLAMA_FLAGS)).encode()).hexdigest()[:16]
 
 
 ENVIRONMENTS = {
@@ -54,7 +65,16 @@ ENVIRONMENTS = {
         ((TORCH, "openvino==2026.4.1", "nncf==3.4.0", "optimum-intel[openvino]==2.2.0"),),
         removes=("torchvision",),  # importing it ends the process
     ),
-    "llamacpp": Environment((("numpy", "typing-extensions", "diskcache", "jinja2", "cmake", "ninja"),), builds=True),
+    "llamacpp": Environment(
+        (("numpy", "typing-extensions", "diskcache", "jinja2", "cmake", "ninja"),),
+        builds=Build("llama-cpp-python==0.3.36", "llama.cpp", (*PROGRAMS, "llama-speculative-simple")),
+    ),
+    "ik_llamacpp": Environment(
+        (("cmake", "ninja"),),
+        builds=Build(
+            "ik-llama-cpp-python==0.1.5", "ik_llama.cpp", ("llama-bench", "llama-speculative", "llama-lookup")
+        ),
+    ),
 }
 
 
@@ -77,31 +97,31 @@ def ready(folder: Path, name: str) -> Path:
     if wanted.removes:
         subprocess.run([*pip, "uninstall", "-y", *wanted.removes], check=True)
     if wanted.builds:
-        _build_llama_cpp(place, pip)
+        _build(wanted.builds, place, pip)
     mark.write_text(wanted.key())
     return place
 
 
-def _build_llama_cpp(place: Path, pip: list) -> None:
-    """llama.cpp from the sources that its Python bindings bring along, as shared libraries and PROGRAMS.
+def _build(wanted: Build, place: Path, pip: list) -> None:
+    """Shared libraries and programs from the sources of bindings.
 
     The bindings themselves are used from the unpacked sources, so that the library is built once.
     """
     only_source = ["--no-deps", "--no-binary", ":all:", "-d", place]
-    subprocess.run([*pip, "download", *only_source, BINDINGS], check=True)
-    archive = next(place.glob("llama_cpp_python-*.tar.gz"))
+    subprocess.run([*pip, "download", *only_source, wanted.bindings], check=True)
+    archive = next(place.glob("*.tar.gz"))
     with tarfile.open(archive) as sources:
         sources.extractall(place, filter="data")
     (place / archive.name.removesuffix(".tar.gz")).rename(place / "source")
     here = {**os.environ, "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    parts = ("TESTS", "EXAMPLES", "SERVER", "UI")
-    without = ("LLAMA_CURL", "LLAMA_OPENSSL", *(f"LLAMA_BUILD_{part}" for part in parts))
+    parts = ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_SERVER", "LLAMA_BUILD_UI")
+    without = ("LLAMA_CURL", "LLAMA_OPENSSL", *parts)
     kind = ("-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_CXX_FLAGS={LLAMA_FLAGS}", "-DBUILD_SHARED_LIBS=ON")
     options = ["-G", "Ninja", *kind, *(f"-D{o}=OFF" for o in without)]
-    sources = place / "source" / "vendor" / "llama.cpp"
+    sources = place / "source" / "vendor" / wanted.folder
     subprocess.run(["cmake", "-S", sources, "-B", place / "build", *options], check=True, env=here)
     jobs = ["-j", str(os.cpu_count() or 1)]
-    subprocess.run(["ninja", *jobs, "-C", place / "build", "llama", *PROGRAMS], check=True, env=here)
+    subprocess.run(["ninja", *jobs, "-C", place / "build", "llama", *wanted.programs], check=True, env=here)
 
 
 def environment_variables(place: Path, threads: int) -> dict[str, str]:
