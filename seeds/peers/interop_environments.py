@@ -21,12 +21,14 @@ PROGRAMS = ("llama-bench", "llama-batched-bench", "llama-quantize", "llama-imatr
 class Build:
     """llama.cpp, or a fork of it, built for this processor from the sources that its Python bindings bring along.
 
-    bindings: a requirement of pip. folder: where the sources lie in them. programs: which are built.
+    bindings: a requirement of pip. folder: where the sources lie in them. programs: which are built. lacks: a file that
+    the bindings leave out, and what is written in its place.
     """
 
     bindings: str
     folder: str
     programs: tuple[str, ...]
+    lacks: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,14 @@ ENVIRONMENTS = {
     "ik_llamacpp": Environment(
         (("cmake", "ninja"),),
         builds=Build(
-            "ik-llama-cpp-python==0.1.5", "ik_llama.cpp", ("llama-bench", "llama-speculative", "llama-lookup")
+            "ik-llama-cpp-python==0.1.5",
+            "ik_llama.cpp",
+            ("llama-bench", "llama-speculative", "llama-lookup"),
+            lacks=(
+                "common/cmake/build-info-gen-cpp.cmake",
+                "set(BUILD_NUMBER 0)\n"
+                "configure_file(common/build-info.cpp.in ${CMAKE_SOURCE_DIR}/common/build-info.cpp)\n",
+            ),
         ),
     ),
 }
@@ -119,6 +128,9 @@ def _build(wanted: Build, place: Path, pip: list) -> None:
     kind = ("-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_CXX_FLAGS={LLAMA_FLAGS}", "-DBUILD_SHARED_LIBS=ON")
     options = ["-G", "Ninja", *kind, *(f"-D{o}=OFF" for o in without)]
     sources = place / "source" / "vendor" / wanted.folder
+    if wanted.lacks:
+        (missing := sources / wanted.lacks[0]).parent.mkdir(parents=True, exist_ok=True)
+        missing.write_text(wanted.lacks[1])
     subprocess.run(["cmake", "-S", sources, "-B", place / "build", *options], check=True, env=here)
     jobs = ["-j", str(os.cpu_count() or 1)]
     subprocess.run(["ninja", *jobs, "-C", place / "build", "llama", *wanted.programs], check=True, env=here)
