@@ -76,7 +76,7 @@ ENVIRONMENTS = {
         builds=Build(
             "ik-llama-cpp-python==0.1.5",
             "ik_llama.cpp",
-            ("llama-bench", "llama-speculative", "llama-lookup"),
+            ("llama-bench", "llama-lookup"),
             lacks=(
                 "common/cmake/build-info-gen-cpp.cmake",
                 "set(BUILD_NUMBER 0)\n"
