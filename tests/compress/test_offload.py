@@ -175,6 +175,7 @@ def test_safetensors_are_written_as_the_library_reads_them(tmp_path):
         "scalar": torch.tensor(2.5),
         "fp8": torch.randn(4, 4).to(torch.float8_e4m3fn),
         "transposed": torch.randn(2, 3).t(),
+        "codes": torch.arange(5).to(torch.uint16),
     }
     write_tensors(tmp_path / "x.safetensors", tensors)
     again = load_file(tmp_path / "x.safetensors")
