@@ -118,13 +118,18 @@ def _most_in_loops() -> int:
     return torch.ops.workbench.panels_most_in_loops() if why_not() is None else FEW
 
 
-@cache
+@torch.compiler.assume_constant_result
 def tiles() -> str:
     """The instructions that multiply many tokens of bfloat16 by packed weights on this machine.
 
     "amx", which also multiplies bytes and which Linux must permit for this process; "avx512 tiles", with AVX512-BF16;
     or "" if there are neither.
     """
+    return _tiles()
+
+
+@cache
+def _tiles() -> str:
     return torch.ops.workbench.tiles_isa() if why_not() is None else ""
 
 

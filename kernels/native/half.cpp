@@ -161,21 +161,11 @@ INLINE void totals(const Acc* x, float* y) { bf16_avx2::totals(x, y); }
 #endif  // x86
 
 #ifdef HAVE_X86
-// The same without zeros: a load of the next kept weights, which an instruction of AVX512-VBMI2 puts to their places. Behind the end
-// of a matrix nothing is read.
+// The same without zeros.
 #define KEPT 1
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,bmi2,popcnt,fma,avx2,f16c")
-INLINE __m512i next_32(const uint8_t*& mask, const uint16_t*& w, const uint16_t* end) {
-  uint32_t kept;
-  std::memcpy(&kept, mask, 4);
-  const int count = __builtin_popcount(kept);
-  _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD, _MM_HINT_T0);
-  const __m512i packed = w + 32 <= end ? _mm512_loadu_si512(w) : _mm512_maskz_loadu_epi16(_bzhi_u32(~0u, count), w);
-  _mm_prefetch(reinterpret_cast<const char*>(mask) + AHEAD / 8, _MM_HINT_T0);
-  mask += 4, w += count;
-  return _mm512_maskz_expand_epi16(kept, packed);
-}
+#include "kept.inc"
 INLINE __m256i next_16(const uint8_t*& mask, const uint16_t*& w, const uint16_t* end) {
   uint16_t kept;
   std::memcpy(&kept, mask, 2);

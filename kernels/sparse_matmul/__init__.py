@@ -1,5 +1,7 @@
 """`sparse_matmul`: y = x Wᵀ with a weight in 16 bits whose zeros are not stored. See README.md."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,10 @@ from kernels.linear import linear
 from kernels.registry import ran
 from kernels.sparse_matmul.layout import SparseRows, starts_of
 
-__all__ = ["COLUMNS", "SparseRows", "dense_rows", "skips_zeros", "sparse_matmul", "starts_of", "triton_fits"]
+__all__ = [
+    "COLUMNS", "SparseRows", "dense_rows", "in_tiles", "products", "skips_zeros", "sparse_matmul", "starts_of",
+    "triton_fits",
+]  # fmt: skip
 
 IMPLS = ("auto", "reference", "cpu", "triton")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -72,8 +77,27 @@ def sparse_matmul(x: Tensor, w: SparseRows, *, impl: str = "auto") -> Tensor:
     if impl == "reference" or not fits:
         ran("sparse_matmul", "reference")
         return linear(x, dense_rows(w).to(x.dtype))
+    if in_tiles(x, [w]):
+        return products(x, [w])[0]
     ran("sparse_matmul", f"cpu {native.rows_isa(x.dtype, w.shape[1], kept=True)}")
     return _op(x, w.mask, w.values, w.starts)
+
+
+def in_tiles(x: Tensor, weights: Sequence[SparseRows]) -> bool:
+    """Are the products of these tokens those of AMX's tiles, into which rows are put strip by strip?"""
+    return (
+        x.numel() > FEW * x.shape[-1]
+        and x.dtype == torch.bfloat16
+        and all(w.dtype == torch.bfloat16 and skips_zeros(w.dtype, x.device, w.shape[1]) for w in weights)
+        and native.tiles() == "amx"
+    )
+
+
+def products(x: Tensor, weights: Sequence[SparseRows]) -> list[Tensor]:
+    """x [..., in] times several weights, [..., out_i] for each, by tiles; see `in_tiles`."""
+    ran("sparse_matmul", f"cpu {native.tiles()}")
+    masks, values, starts = zip(*((w.mask, w.values, w.starts) for w in weights), strict=True)
+    return torch.ops.workbench.kept_tiles(x.contiguous(), masks, values, starts, "auto")
 
 
 def triton_fits(device: torch.device, dtype: torch.dtype, columns: int) -> bool:
@@ -116,6 +140,11 @@ def _(x, mask, values, starts):
 @native.shapes_of("kept_matmul")
 def _(x, mask, values, starts, isa):
     return x.new_empty(*x.shape[:-1], len(mask))
+
+
+@native.shapes_of("kept_tiles")
+def _(x, masks, values, starts, isa):
+    return [x.new_empty(*x.shape[:-1], len(mask)) for mask in masks]
 
 
 @native.shapes_of("kept_rows")

@@ -12,6 +12,7 @@ from kernels import native
 from kernels.int_matmul import Packed
 from kernels.lut_matmul import Codebook
 from kernels.registry import ran
+from kernels.sparse_matmul import SparseRows, in_tiles, products
 from kernels.step.assemble import OPS, weight_of
 from kernels.step.decoder import NotNative
 from kernels.step.program import InputChange, Weight
@@ -43,6 +44,8 @@ def joined(linears: Sequence[nn.Module]) -> Joined | None:
     biases = [None if w.bias is None else w.bias.bfloat16() for w in weights]
     if kinds <= {Packed, Codebook} and change is None and native.tiles():
         product = _panels(stored)
+    elif kinds == {SparseRows} and change is None:
+        product = _kept(stored)
     elif kinds == {W8} and native.tiles() == "amx":
         product = _bytes(weights)
     elif kinds <= {Packed, Codebook} and change is not None and _rounds_tokens(change, weights):
@@ -72,6 +75,11 @@ def _panels(stored: Sequence[Packed | Codebook]) -> Joined:
         return torch.ops.workbench.panels_matmul_several(x, *arguments)
 
     return product
+
+
+def _kept(stored: Sequence[SparseRows]) -> Joined | None:
+    more = torch.empty(native.FEW_ROUNDED + 1, stored[0].shape[1], dtype=torch.bfloat16)
+    return (lambda x: products(x, stored)) if in_tiles(more, stored) else None
 
 
 def _rounded(stored: Sequence[Packed | Codebook], bits: int) -> Joined:

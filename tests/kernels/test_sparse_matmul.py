@@ -8,6 +8,7 @@ import torch
 from compress.formats import Bitmap, Dense, Sparse24Weight
 from compress.linear import CompressedLinear
 from kernels import native
+from kernels.linear import tiles
 from kernels.registry import recording
 from kernels.sparse_matmul import SparseRows, dense_rows, skips_zeros, sparse_matmul
 from kernels.sparse_matmul.cases import checks, contests, sparse_rows
@@ -38,6 +39,34 @@ def test_a_tokens_result_does_not_depend_on_the_others(tokens):
     assert torch.equal(together, alone) if tokens <= 8 else torch.allclose(together, alone, rtol=0.02, atol=0.3)
 
 
+@pytest.mark.skipif(not SKIPS or not native.tiles(), reason="no C++ kernels, AVX512-VBMI2 or tiles here")
+@pytest.mark.parametrize("isa", ["auto", "avx512 tiles"])
+def test_tiles_of_kept_entries_are_those_of_the_dense_weights(isa):
+    """Several weights, of which one ends within a strip and one has no entries, and more strips than are taken together."""
+    x = torch.randn(2, 37, 352, dtype=torch.bfloat16)
+    shapes = [(700, 352), (37, 352), (16, 352)]
+    whole = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+    keeps = [torch.rand(shape) < share for shape, share in zip(shapes, (0.5, 0.9, 0.0), strict=True)]
+    rows = [sparse_rows(W, keep) for W, keep in zip(whole, keeps, strict=True)]
+    masks, values, starts = zip(*((w.mask, w.values, w.starts) for w in rows), strict=True)
+    found = torch.ops.workbench.kept_tiles(x, masks, values, starts, isa)
+    laid_out = [tiles.in_tiles(W * keep) for W, keep in zip(whole, keeps, strict=True)]
+    expected = tiles.products(x, laid_out, [len(W) for W in whole], isa)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) and not found[2].any()
+
+
+@pytest.mark.skipif(not SKIPS or native.tiles() != "amx", reason="no AVX512-VBMI2 or AMX on this processor")
+def test_many_tokens_go_through_tiles_and_few_do_not():
+    W = torch.randn(40, 64, dtype=torch.bfloat16)
+    w = sparse_rows(W, W > 0)
+    for tokens, expected in ((8, f"cpu {native.rows_isa(torch.bfloat16, 64, kept=True)}"), (9, "cpu amx")):
+        with recording() as ran:
+            y = sparse_matmul(torch.ones(tokens, 64, dtype=torch.bfloat16), w)
+        assert ran["sparse_matmul"] == {expected} and torch.allclose(
+            y[0].float(), (W * (W > 0)).float().sum(1), rtol=0.01
+        )
+
+
 @needs_loops
 def test_nothing_is_read_behind_the_last_value():
     """The values end with their memory, which the loops of full vectors would pass."""
@@ -48,9 +77,10 @@ def test_nothing_is_read_behind_the_last_value():
         w = sparse_rows(W, keep)
         padded = torch.full((kept + 64,), float("nan"), dtype=torch.bfloat16)
         padded[:kept] = w.values
-        x = torch.randn(2, 64, dtype=torch.bfloat16)
-        y = sparse_matmul(x, SparseRows(w.mask, padded[:kept], w.starts))
-        assert torch.allclose(y.float(), x.float() @ (W * keep).float().t(), rtol=0.02, atol=0.05)
+        for count in (2, 20):
+            x = torch.randn(count, 64, dtype=torch.bfloat16)
+            y = sparse_matmul(x, SparseRows(w.mask, padded[:kept], w.starts))
+            assert torch.allclose(y.float(), x.float() @ (W * keep).float().t(), rtol=0.02, atol=0.05)
         assert torch.equal(dense_rows(w), W * keep)
 
 
@@ -69,7 +99,7 @@ def test_formats_multiply_without_zeros_in_16_bits(pattern, dtype):
         y = form.matmul(x)
     assert torch.allclose(y.float(), x.float() @ (W * keep).t(), rtol=0.02, atol=0.2)
     assert ("sparse_matmul" in ran) == (dtype != torch.float32) == (form.plain is None)
-    assert ran.get("sparse_matmul", {"cpu avx512"}) <= {"cpu avx512", "cpu avx512bf16"}
+    assert ran.get("sparse_matmul", {"cpu avx512"}) <= {"cpu avx512", "cpu avx512bf16", "cpu amx"}
     other = copy.deepcopy(form)
     other.load_state_dict(type(form).from_plain(Dense((W * keep * 2).to(dtype)), keep).state_dict())
     assert torch.allclose(other.matmul(x), 2 * y, rtol=0.02, atol=0.2), "laid out anew"
@@ -141,6 +171,12 @@ def test_wrong_input_is_refused(x, how, word):
 def test_kernels_refuse_parts_that_do_not_fit():
     W = torch.randn(16, 64, dtype=torch.bfloat16)
     w = sparse_rows(W, W > 0)
+    if SKIPS and native.tiles():
+        x = torch.zeros(9, 64, dtype=torch.bfloat16)
+        with pytest.raises(RuntimeError, match="kept_tiles: a mask"):
+            torch.ops.workbench.kept_tiles(x, [w.mask], [w.values[:-1]], [w.starts], "auto")
+        with pytest.raises(RuntimeError, match="`isa` "):
+            torch.ops.workbench.kept_tiles(x, [w.mask], [w.values], [w.starts], "neon")
     with pytest.raises(RuntimeError, match="do not fit"):
         torch.ops.workbench.kept_rows(w.mask, w.values[:-1], w.starts, 0, 16)
     with pytest.raises(RuntimeError, match="no such rows"):
