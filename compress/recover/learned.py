@@ -48,10 +48,11 @@ class Learned:
     Args:
         views: by name of a parameter or of a compressed linear.
         products: the dtype of matrices while gradients are taken, see `product_dtype`.
+        passes: that of passes, see `training_dtype`.
     """
 
-    def __init__(self, views: Mapping[str, list["_View"]], products: torch.dtype) -> None:
-        self.views, self.products = views, products
+    def __init__(self, views: Mapping[str, list["_View"]], products: torch.dtype, passes: torch.dtype) -> None:
+        self.views, self.products, self.passes = views, products, passes
 
     @property
     def latent(self) -> dict[str, nn.Parameter]:
@@ -217,12 +218,16 @@ def product_dtype(model: nn.Module) -> torch.dtype:
 
 
 @contextmanager
-def fast_products(model: nn.Module) -> Iterator[None]:
+def fast_products(model: nn.Module, passes: torch.dtype | None = None) -> Iterator[None]:
     """While the context lasts, the results of matrix products, those of the head among them, are rounded to
     `product_dtype`; sums along the residual stream and norms have the dtype of passes. A model that has another dtype
-    than that, outside of `learning`, computes in its own."""
-    dtype = product_dtype(model)
-    rounds = dtype != training_dtype(model) == model.dtype
+    than that, outside of `learning`, computes in its own.
+
+    Args:
+        passes: the dtype of passes inside of `learning`, where the matrices of the model may have another one.
+    """
+    dtype, own = product_dtype(model), passes or training_dtype(model)
+    rounds = dtype != own and (passes is not None or model.dtype == own)
     # Without autocast's cache, which would give the weights of earlier updates inside an autocast of the caller's.
     with torch.autocast(device_of(model).type, dtype, enabled=rounds, cache_enabled=False):
         yield
@@ -259,7 +264,7 @@ def learning(
         undo.enter_context(_cast(model, dtype, before))
         views = {name: [_of_floats(model.get_parameter(name), value)] for name, value in before.items()}
         views |= {name: _views_of(stand, train if inside[name] else "") for name, stand in stands.items()}
-        yield Learned(views, product_dtype(model)), lambda: _changes(before, views, stands)
+        yield Learned(views, product_dtype(model), dtype), lambda: _changes(before, views, stands)
 
 
 @contextmanager

@@ -209,13 +209,13 @@ class Loop:
         """What windows of one length, which one pass takes, add to the mean loss of an update of `batch` windows; its
         gradients are added to those of the leaves."""
         with torch.enable_grad():
-            with fast_products(self.model):
+            with fast_products(self.model, self.learned.passes):
                 hidden = self.at_head.hidden(torch.cat([self.windows[i] for i in numbers]).to(self.device))
             given, total = hidden.detach().requires_grad_(), 0.0
             ids, logp = map(torch.cat, zip(*(self.teacher.of(i, self.device) for i in numbers), strict=True))
             pieces = zip(*(x.split(self.rows) for x in (given, ids, logp)), strict=True)
             for piece, its_ids, its_logp in pieces:
-                with fast_products(self.model):
+                with fast_products(self.model, self.learned.passes):
                     logits = self.at_head.logits(piece)
                 share = len(numbers) / (len(ids) * batch)  # of a position in the mean over tokens and windows
                 loss = divergence(logits, its_ids, its_logp, self.schedule.loss).sum() * share

@@ -389,8 +389,8 @@ def page(rows: dict[str, SpeedRow], given: argparse.Namespace) -> str:
     if given.grid:
         lines += ["", f"![Decoding against threads, sequences and context]({given.write.with_suffix('.svg').name})"]
         draw(rows, grid(given), given.write.with_suffix(".svg"))
-        failed = [f"{name} with {point}: {how}" for name, row in rows.items() for point, how in row.failed.items()]
-        lines += ["", f"Not measured, because the program ended: {'; '.join(failed)}."] if failed else []
+    failed = [f"{name} with {point}: {how}" for name, row in rows.items() for point, how in row.failed.items()]
+    lines += ["", f"Not measured, because the program ended: {'; '.join(failed)}."] if failed else []
     return "\n".join(lines) + "\n"
 
 

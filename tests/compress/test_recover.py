@@ -269,17 +269,22 @@ def test_zeros_stay_in_every_format(stored, ratio, peaked, tokens):
 
 @pytest.mark.parametrize("stored", ["integers", "a table"])
 def test_codes_of_error_feedback_begin_in_the_middle_of_their_step(stored):
-    """The first updates do not undo them; other weights begin where the original lies."""
+    """The first updates do not undo them; codes that are the nearest ones begin where the original lies."""
     torch.manual_seed(1)
     (part,) = STORED[stored](0.3 * torch.randn(24, 32))
     plain = part.trainable()
-    step = torch.ones(()) if plain.steps is None else plain.steps(plain.codes.int())
+    codes = plain.codes.int()
+    step = torch.ones(()) if plain.steps is None else plain.steps(codes)
     scale = (plain.scale[..., None] * step).expand(plain.grouped).reshape(24, 32)
-    shift = torch.tensor([0.3, -0.45, 0.9, -1.6]).repeat(24, 8)
-    view = part.trainable(part.dequantize() + shift * scale)
-    expected = torch.where(shift.abs() < 0.5, shift, torch.zeros(()))
-    assert torch.allclose(view.offsets, expected, atol=1e-4) and not plain.offsets.any()
-    assert torch.equal(view.stored().dequantize(), part.dequantize())
+    near = torch.tensor([0.3, -0.45, 0.0, 0.1]).repeat(24, 8)
+    view = part.trainable(part.dequantize() + near * scale)
+    assert torch.allclose(view.offsets, near, atol=1e-4) and view.reach == 1 and not plain.offsets.any()
+    view = part.trainable(part.dequantize() + (near + torch.tensor([0, 0, 0.8, -1.6]).repeat(24, 8)) * scale)
+    assert not view.offsets.any() and torch.equal(view.stored().dequantize(), part.dequantize())
+    with torch.no_grad():
+        view.offsets += 0.6 / view.reach
+    moved = view.stored().dequantize() != part.dequantize()
+    assert torch.equal(moved, (codes < view.levels - 1).view(24, 32)), "to the next code, if there is one"
 
 
 def test_held_out_windows_are_not_of_the_calibration_if_there_are_others():
