@@ -10,7 +10,7 @@ from compress.formats.base import Format, Trainable
 EDGE = 0.499  # of a step: the largest distance of a weight from its code at which it is rounded to it
 OUTSIDE = 0.51  # distance from which another code is the nearest; steps of tables are not all equal
 CHOSEN = 0.02  # share of codes that are not the nearest ones from which error feedback must have chosen all of them
-REACH = 10.0  # steps by which a code moves that error feedback chose, where others move by one
+REACH = 10.0  # steps by which an offset of 1 moves a code in `from_the_middle`
 
 
 class TrainedGroups(Trainable):
@@ -44,8 +44,8 @@ class TrainedGroups(Trainable):
         self.grouped = (*scale.shape, codes.shape[1] // scale.shape[1])  # (out, groups, group_size)
         self.register_buffer("codes", codes.to(torch.uint8).view(self.grouped))
         self.register_buffer("scale", scale)
-        sides, self.reach = self._sides(original)
-        self.offsets = nn.Parameter(sides.view(codes.shape))
+        self.reach, self.chosen = 1.0, False
+        self.offsets = nn.Parameter(self._sides(original).view(codes.shape))
         self.factors = nn.Parameter(torch.zeros_like(scale)) if round_scale else None
         self.register_buffer("unit", None)
         self.keep: Tensor | None = None
@@ -59,6 +59,18 @@ class TrainedGroups(Trainable):
     def keep_zeros(self, kept: Tensor) -> None:
         self.keep = kept
         super().keep_zeros(kept)
+
+    def from_the_middle(self) -> None:
+        """If error feedback has chosen the codes, all of them begin in the middle of their steps, and an offset moves
+        its code by `REACH` steps.
+
+        Such codes make up for each other's errors, which an update undoes that moves some of them because they lay at
+        an edge. From the middle a code moves once many updates agree.
+        """
+        if self.chosen:
+            self.reach = REACH
+            with torch.no_grad():
+                self.offsets.zero_()
 
     def nearest(self) -> Tensor:
         """The codes [out, groups, group_size] (int32) to which weights are rounded now."""
@@ -105,23 +117,18 @@ class TrainedGroups(Trainable):
             scale = self.scale if self.factors is None else self.round_scale(self.scale * self.factors.exp())
             return self.store(codes.view(self.offsets.shape), scale)
 
-    def _sides(self, original: Tensor | None) -> tuple[Tensor, float]:
-        """The place of each weight in its step, and by how many steps a code moves with its offset.
-
-        Codes that are the nearest ones begin where the original lies. Codes that error feedback has chosen make up for
-        each other's errors: an update that moves some of them to a neighbour because they lay at an edge would undo
-        that. They begin in the middle, 0, so that they move once many updates agree, and move farther with each.
-        """
+    def _sides(self, original: Tensor | None) -> Tensor:
+        """The place of each weight in its step; 0, the middle, if the original is not known, or if it lies outside of
+        the step: error feedback chose such a code to make up for others, and at the edge the first updates would undo
+        it."""
         if original is None:
-            return torch.zeros(self.grouped, device=self.scale.device), 1.0
+            return torch.zeros(self.grouped, device=self.scale.device)
         codes = self.codes.to(torch.int32)
         place = original.float().view(self.grouped) / self.scale[..., None] - self.values(codes)
         place = place if self.steps is None else place.div_(self.steps(codes))
-        outside = place.abs() > OUTSIDE
-        ends = (codes == 0) | (codes == self.levels - 1)  # what lies behind them was cut off
-        if (outside & ~ends).float().mean() > CHOSEN:
-            return torch.zeros_like(place), REACH
-        return place.masked_fill_(outside, 0.0).clamp_(-EDGE, EDGE), 1.0
+        outside, ends = place.abs() > OUTSIDE, (codes == 0) | (codes == self.levels - 1)  # what lies behind was cut off
+        self.chosen = bool((outside & ~ends).float().mean() > CHOSEN)
+        return place.masked_fill_(outside, 0.0).clamp_(-EDGE, EDGE)
 
 
 class TrainedFloats(Trainable):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compress.embedding import CompressedEmbedding
 from compress.formats.base import Format, Trainable
-from compress.formats.trained import TrainedFloats
+from compress.formats.trained import TrainedFloats, TrainedGroups
 from compress.linear import CompressedLinear, compressed_linears, is_linear, replace, weight_of
 from compress.recover.trained_parts import TrainedParts
 from compress.transforms import parted
@@ -139,6 +139,8 @@ class DistilledLinear(TrainedParts):
             first = next(iter(views))
             rest = original - sum(part.dequantize() for i, part in enumerate(linear.parts) if i != first)
             views[first] = linear.parts[first].trainable(rest) or views[first]
+            if isinstance(views[first], TrainedGroups):
+                views[first].from_the_middle()
         super().__init__(linear, views, keep_zeros=keep_zeros, apart=unrounded)
         self.dtype, alone = dtype, self.views.get(0) if len(linear.parts) == 1 else None
         self.turn = alone.on_turned_inputs() if alone is not None else None

@@ -278,8 +278,13 @@ def test_codes_of_error_feedback_begin_in_the_middle_of_their_step(stored):
     scale = (plain.scale[..., None] * step).expand(plain.grouped).reshape(24, 32)
     near = torch.tensor([0.3, -0.45, 0.0, 0.1]).repeat(24, 8)
     view = part.trainable(part.dequantize() + near * scale)
+    view.from_the_middle()
     assert torch.allclose(view.offsets, near, atol=1e-4) and view.reach == 1 and not plain.offsets.any()
-    view = part.trainable(part.dequantize() + (near + torch.tensor([0, 0, 0.8, -1.6]).repeat(24, 8)) * scale)
+    view = part.trainable(part.dequantize() + (near + torch.tensor([0, 0, 0.9, -1.7]).repeat(24, 8)) * scale)
+    assert torch.allclose(view.offsets, near.where(near.abs() > 0.2, 0.0), atol=1e-4), (
+        "a place outside of a step is none"
+    )
+    view.from_the_middle()
     assert not view.offsets.any() and torch.equal(view.stored().dequantize(), part.dequantize())
     with torch.no_grad():
         view.offsets += 0.6 / view.reach
