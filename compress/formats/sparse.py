@@ -73,7 +73,8 @@ class Sparse(Format):
 
     def trainable(self, original: Tensor | None = None) -> TrainedGroups | None:
         """Codes and scales of the kept entries are trained, if they are stored as codes; zeros stay."""
-        view, keep = self.expanded().trainable(original), self.keep()
+        keep = self.keep()
+        view = self.expanded().trainable(None if original is None else original * keep)
         if view is not None:
             store = view.store
             view.store = lambda codes, scale: self.from_plain(store(codes, scale), keep)

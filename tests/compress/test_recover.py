@@ -292,6 +292,13 @@ def test_codes_of_error_feedback_begin_in_the_middle_of_their_step(stored):
     assert torch.equal(moved, (codes < view.levels - 1).view(24, 32)), "to the next code, if there is one"
 
 
+def test_pruned_weights_are_no_sign_of_error_feedback():
+    W, keep = torch.randn(24, 32), torch.rand(24, 32) < 0.5
+    (plain,) = STORED["integers"](W * keep)
+    view = Bitmap.from_plain(plain, keep).trainable(W)
+    assert not view.chosen and not view.offsets[~keep].any() and view.offsets[keep].any()
+
+
 def test_held_out_windows_are_not_of_the_calibration_if_there_are_others():
     _, tokenizer = load_model("tiny")
     batches = calibration(tokenizer, corpus="pydocs", samples=40, seqlen=16)
