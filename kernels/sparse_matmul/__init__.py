@@ -96,8 +96,8 @@ def in_tiles(x: Tensor, weights: Sequence[SparseRows]) -> bool:
 def products(x: Tensor, weights: Sequence[SparseRows]) -> list[Tensor]:
     """x [..., in] times several weights, [..., out_i] for each, by tiles; see `in_tiles`."""
     ran("sparse_matmul", f"cpu {native.tiles()}")
-    masks, values, starts = zip(*((w.mask, w.values, w.starts) for w in weights), strict=True)
-    return torch.ops.workbench.kept_tiles(x.contiguous(), masks, values, starts, "auto")
+    stored = [w.mask for w in weights], [w.values for w in weights], [w.starts for w in weights]
+    return torch.ops.workbench.kept_tiles(x.contiguous(), *stored, "auto")
 
 
 def triton_fits(device: torch.device, dtype: torch.dtype, columns: int) -> bool:
