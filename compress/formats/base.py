@@ -24,7 +24,8 @@ class Trainable(nn.Module):
     formats.
 
     Attributes:
-        offsets: [out, in], how far each weight was moved from its stored code, in steps of its grid.
+        offsets: [out, in], how far each weight was moved from its stored code, in steps of its grid or a multiple of
+            them.
         factors: one number for each scale, which is multiplied by its exponential; None: scales do not change.
     """
 

@@ -9,12 +9,14 @@ from compress.formats.base import Format, Trainable
 
 EDGE = 0.499  # of a step: the largest distance of a weight from its code at which it is rounded to it
 OUTSIDE = 0.51  # distance from which another code is the nearest; steps of tables are not all equal
-CHOSEN = 0.02  # share of codes that are not the nearest ones from which error feedback must have chosen all of them
+NEARER = 0.98  # of the distance to a code: a neighbour within it is clearly nearer, not by the rounding of a scale
+CHOSEN = 0.02  # share of codes with a nearer neighbour from which error feedback, or training, has chosen the codes
 REACH = 10.0  # steps by which an offset of 1 moves a code in `from_the_middle`
 
 
 class TrainedGroups(Trainable):
-    """w = values(round(code + offset)) * scale * exp(factor), group by group along `in`.
+    """w = values(round(code + reach * offset)) * scale * exp(factor), group by group along `in`; `reach` is 1, see
+    `from_the_middle`.
 
     Args:
         codes: [out, in] integers in the order of their values.
@@ -57,12 +59,12 @@ class TrainedGroups(Trainable):
         self.offsets.requires_grad_(False)
 
     def keep_zeros(self, kept: Tensor) -> None:
-        self.keep = kept
+        self.keep = kept if self.keep is None else self.keep & kept
         super().keep_zeros(kept)
 
     def from_the_middle(self) -> None:
-        """If error feedback has chosen the codes, all of them begin in the middle of their steps, and an offset moves
-        its code by `REACH` steps.
+        """If error feedback or training has chosen the codes, all of them begin in the middle of their steps, and an
+        offset of 1 moves its code by `REACH` steps.
 
         Such codes make up for each other's errors, which an update undoes that moves some of them because they lay at
         an edge. From the middle a code moves once many updates agree.
@@ -123,12 +125,13 @@ class TrainedGroups(Trainable):
         it."""
         if original is None:
             return torch.zeros(self.grouped, device=self.scale.device)
-        codes = self.codes.to(torch.int32)
-        place = original.float().view(self.grouped) / self.scale[..., None] - self.values(codes)
+        codes, wanted = self.codes.to(torch.int32), original.float().view(self.grouped) / self.scale[..., None]
+        place = wanted - self.values(codes)
+        neighbours = (codes - 1).clamp_min_(0), (codes + 1).clamp_max_(self.levels - 1)
+        below, above = (self.values(other).sub_(wanted).abs_() for other in neighbours)
+        self.chosen = bool((torch.minimum(below, above) < NEARER * place.abs()).float().mean() > CHOSEN)
         place = place if self.steps is None else place.div_(self.steps(codes))
-        outside, ends = place.abs() > OUTSIDE, (codes == 0) | (codes == self.levels - 1)  # what lies behind was cut off
-        self.chosen = bool((outside & ~ends).float().mean() > CHOSEN)
-        return place.masked_fill_(outside, 0.0).clamp_(-EDGE, EDGE)
+        return place.masked_fill_(place.abs() > OUTSIDE, 0.0).clamp_(-EDGE, EDGE)
 
 
 class TrainedFloats(Trainable):

@@ -138,6 +138,8 @@ class DistilledLinear(TrainedParts):
         if views and train == "weights" and original is not None:
             first = next(iter(views))
             rest = original - sum(part.dequantize() for i, part in enumerate(linear.parts) if i != first)
+            if keep_zeros and not linear.parts[first].exact:  # what was pruned is where it stays
+                rest = rest * (linear.parts[first].dequantize() != 0)
             views[first] = linear.parts[first].trainable(rest) or views[first]
             if isinstance(views[first], TrainedGroups):
                 views[first].from_the_middle()
@@ -249,7 +251,8 @@ def learning(
             (vectors alone).
         skip: patterns of names of linears that do not learn.
         keep_zeros: stored weights that are 0 stay 0.
-        originals: linears before their compression, by name, from which "weights" starts within each code's step.
+        originals: linears before their compression, by name, from which "weights" starts within each code's step,
+            or in its middle (`TrainedGroups.from_the_middle`).
     """
     dtype, stored = training_dtype(model), compressed_linears(model)
     prefix, _ = find_blocks(model)

@@ -35,8 +35,13 @@ def skips_zeros(dtype: torch.dtype, device: torch.device, columns: int) -> bool:
         and dtype in DTYPES
         and columns % COLUMNS == 0
         and native.why_not() is None
-        and torch.ops.workbench.kept_runs()
+        and _kept_runs()
     )
+
+
+@torch.compiler.assume_constant_result
+def _kept_runs() -> bool:
+    return torch.ops.workbench.kept_runs()
 
 
 def sparse_matmul(x: Tensor, w: SparseRows, *, impl: str = "auto") -> Tensor:
@@ -46,7 +51,8 @@ def sparse_matmul(x: Tensor, w: SparseRows, *, impl: str = "auto") -> Tensor:
         x: [..., in], in the dtype of the values; any strides; may be empty.
         w: [out, in].
         impl: "reference" (puts the zeros back and multiplies; any device, has gradients), "cpu" (C++: up to 8 tokens
-            entries are put to their places in registers; for more, rows are put together in memory, some at a time),
+            entries are put to their places in registers; for more, in bfloat16 with AMX, rows become tiles; else they
+            are put together in memory, some at a time),
             "triton" (CUDA, or the interpreter: in registers up to 64 tokens), or "auto": "cpu" if available.
 
     Returns:

@@ -173,6 +173,8 @@ def main() -> None:
     given = parser.parse_args()
     given.targets = [file.absolute() for file in given.targets]
     given.draft_files = [file.absolute() for file in given.draft_files]
+    for folder in (given.work, given.out.parent, *([given.write.parent] if given.write else [])):
+        folder.mkdir(parents=True, exist_ok=True)
     for name in ("llamacpp", "ik_llamacpp"):
         ready(given.environments, name)
     torch.set_num_threads(given.threads)
@@ -189,6 +191,12 @@ def main() -> None:
         texts = [write(plain, ids, ends=ends, new_tokens=given.tokens)[0] for ids in own]
         for way in WAYS:
             lengths[f"ours, {way}"][kind] = sum(len(text.tokens) + text.ended for text in texts)
+    found = {
+        "command": shlex.join(sys.argv),
+        "settings": {f"{tool}, {way}": str(setting) for (tool, way), setting in best.items()},
+        "speeds": speeds,
+        "tokens": lengths,
+    }
     for _ in tqdm(range(given.rounds), desc="rounds", unit="round"):
         lossless = measure_lossless(models, tokenizer, guess_tokens=given.tokens, speed_rounds=1).record
         for one in lossless.speeds:
@@ -200,13 +208,7 @@ def main() -> None:
                 tokens, seconds = written(setting, texts, given)
                 speeds[f"{tool}, {way}"][kind].append(tokens / seconds)
                 lengths[f"{tool}, {way}"][kind] = tokens
-    found = {
-        "command": shlex.join(sys.argv),
-        "settings": {f"{tool}, {way}": str(setting) for (tool, way), setting in best.items()},
-        "speeds": speeds,
-        "tokens": lengths,
-    }
-    given.out.write_text(json.dumps(found, indent=1) + "\n")
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
     if given.write:
         given.write.write_text(page(found, best, given))
     print(table(speeds, lengths))

@@ -11,6 +11,7 @@ from compress import METHODS, apply, calibration, held_out, load_compressed, loa
 from compress.apply import apply_each
 from compress.formats import Bitmap, CodebookGroup, Dense, IntGroup
 from compress.formats.eight_bit import EightBit
+from compress.grid.tables import TABLES, padded
 from compress.linear import CompressedLinear, compressed_linears
 from compress.method import settle
 from compress.plan import plan
@@ -271,7 +272,10 @@ def test_zeros_stay_in_every_format(stored, ratio, peaked, tokens):
 def test_codes_of_error_feedback_begin_in_the_middle_of_their_step(stored):
     """The first updates do not undo them; codes that are the nearest ones begin where the original lies."""
     torch.manual_seed(1)
-    (part,) = STORED[stored](0.3 * torch.randn(24, 32))
+    (part,) = STORED["integers"](0.3 * torch.randn(24, 32))
+    if stored == "a table":
+        codes = part.trainable().codes.view(24, 32).int()
+        part = CodebookGroup.from_codes(codes, torch.linspace(-1, 1, 8), torch.full((24, 4), 0.5), group_size=8)
     plain = part.trainable()
     codes = plain.codes.int()
     step = torch.ones(()) if plain.steps is None else plain.steps(codes)
@@ -290,6 +294,37 @@ def test_codes_of_error_feedback_begin_in_the_middle_of_their_step(stored):
         view.offsets += 0.6 / view.reach
     moved = view.stored().dequantize() != part.dequantize()
     assert torch.equal(moved, (codes < view.levels - 1).view(24, 32)), "to the next code, if there is one"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_rounding_to_nearest_is_no_sign_of_error_feedback(name):
+    """On no grid, however unequal its steps are; a fifth of the codes beside the nearest ones is one."""
+    count, table = len(TABLES[name].table), padded(TABLES[name].table, TABLES[name].bits)
+    W, scale = torch.randn(24, 64), torch.full((24, 8), 2.5 / table.abs().max().item())
+    nearest = (W[..., None] / scale[0, 0] - table).abs().argmin(-1)
+    other = (nearest + (torch.rand(W.shape) < 0.2)).clamp(max=count - 1)
+    assert not CodebookGroup.from_codes(nearest, table, scale, group_size=8).trainable(W).chosen
+    assert CodebookGroup.from_codes(other, table, scale, group_size=8).trainable(W).chosen
+
+
+def test_pruned_codes_stay_where_they_are_and_others_begin_in_the_middle():
+    W, keep = torch.randn(24, 32), torch.rand(24, 32) < 0.5
+    linear = CompressedLinear(STORED["integers"](W * keep), None, dtype=torch.float32)
+    reaches = [DistilledLinear(linear, "weights", zeros, W, torch.float32).views[0].reach for zeros in (True, False)]
+    assert reaches == [1, 10], "without zeros to keep, they look like codes that error feedback chose"
+
+
+def test_products_are_rounded_whatever_the_embedding_is(tiny, monkeypatch):
+    """With a compressed embedding, the first parameter of the model is a matrix in the dtype of products."""
+    monkeypatch.setattr(learned, "product_dtype", lambda model: torch.bfloat16)
+    model = apply(parse_recipe("rtn(bits=8, group_size=16, where=all)"), tiny("llama")).model
+    seen = []
+    with learned.learning(model, "weights", "") as (what, _):
+        what.prepare()
+        model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda m, x, y: seen.append(y.dtype))
+        with learned.fast_products(model, what.passes):
+            model(torch.arange(5)[None])
+    assert seen == [torch.bfloat16]
 
 
 def test_pruned_weights_are_no_sign_of_error_feedback():

@@ -54,17 +54,27 @@ def test_the_trainable_view_equals_the_stored_weight(name):
         assert torch.equal(after.dequantize() != 0, (after.dequantize() != 0) & KEEP)
 
 
-@pytest.mark.parametrize("name", ["symmetric", "asymmetric", "bitmap", "2:4"])
+@pytest.mark.parametrize("name", ["symmetric", "asymmetric", "bitmap", "2:4", "table", "from the middle"])
 def test_gradients_are_those_of_the_line_through_the_steps(name):
-    """Against float64: W = (latent code - zero) * scale * exp(factor), without any rounding."""
-    stored = FORMATS[name]
+    """Against float64: W = (latent code - zero) * scale * exp(factor), without any rounding; a table's line goes through
+    the neighbours of each entry, and at its ends through one of them."""
+    stored = FORMATS["table" if name == "from the middle" else name]
     view, target = stored.trainable(), torch.randn(stored.shape)
+    view.chosen = name == "from the middle"
+    view.from_the_middle()
     by_offset, by_factor = torch.autograd.grad(((view.weight() - target) ** 2).sum(), (view.offsets, view.factors))
     W = stored.dequantize().double()
     slope = 2 * (W - target)  # of the loss by W
     scale = view.scale.double().repeat_interleave(W.shape[1] // view.scale.shape[1], 1)
     kept = KEEP if name in ("bitmap", "2:4") else torch.ones_like(KEEP)
-    assert torch.allclose(by_offset.double(), slope * scale * kept, atol=1e-5)
+    step = torch.ones_like(W)
+    if isinstance(stored, CodebookGroup):
+        table = stored.rows().table.double()
+        entries = table.sort().values
+        around = torch.cat([2 * entries[:1] - entries[1:2], entries, 2 * entries[-1:] - entries[-2:-1]])
+        step = ((around[2:] - around[:-2]) / 2)[torch.searchsorted(entries, table[CODES])]
+    reach = 10 if name == "from the middle" else 1
+    assert torch.allclose(by_offset.double(), reach * slope * scale * step * kept, atol=1e-4)
     assert torch.allclose(by_factor.double(), (slope * W).view(*view.scale.shape, -1).sum(-1), atol=1e-5)
 
 

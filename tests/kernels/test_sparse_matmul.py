@@ -1,6 +1,8 @@
 """Products with weights whose zeros are not stored, against float64, and in the formats that store them."""
 
 import copy
+import ctypes
+import mmap
 
 import pytest
 import torch
@@ -40,10 +42,11 @@ def test_a_tokens_result_does_not_depend_on_the_others(tokens):
 
 
 @pytest.mark.skipif(not SKIPS or not native.tiles(), reason="no C++ kernels, AVX512-VBMI2 or tiles here")
-@pytest.mark.parametrize("isa", ["auto", "avx512 tiles"])
-def test_tiles_of_kept_entries_are_those_of_the_dense_weights(isa):
-    """Several weights, of which one ends within a strip and one has no entries, and more strips than are taken together."""
-    x = torch.randn(2, 37, 352, dtype=torch.bfloat16)
+@pytest.mark.parametrize("isa, tokens", [("auto", 37), ("avx512 tiles", 37), ("auto", 600)])
+def test_tiles_of_kept_entries_are_those_of_the_dense_weights(isa, tokens):
+    """Several weights, of which one ends within a strip and one has no entries, more strips than are taken together, and
+    more tokens than a block holds."""
+    x = torch.randn(2, tokens, 352, dtype=torch.bfloat16)
     shapes = [(700, 352), (37, 352), (16, 352)]
     whole = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
     keeps = [torch.rand(shape) < share for shape, share in zip(shapes, (0.5, 0.9, 0.0), strict=True)]
@@ -69,17 +72,21 @@ def test_many_tokens_go_through_tiles_and_few_do_not():
 
 @needs_loops
 def test_nothing_is_read_behind_the_last_value():
-    """The values end with their memory, which the loops of full vectors would pass."""
-    for kept in range(40):
+    """The values end with a page, behind which no memory may be read: vectors that pass the end would end the process."""
+    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(address + mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    for kept in range(1, 40):
         keep = torch.zeros(3, 64, dtype=torch.bool)
         keep.view(-1)[torch.randperm(192)[:kept]] = True
         W = torch.randn(3, 64, dtype=torch.bfloat16)
         w = sparse_rows(W, keep)
-        padded = torch.full((kept + 64,), float("nan"), dtype=torch.bfloat16)
-        padded[:kept] = w.values
+        values = torch.frombuffer(memory, dtype=torch.bfloat16, count=kept, offset=mmap.PAGESIZE - 2 * kept)
+        values.copy_(w.values)
         for count in (2, 20):
             x = torch.randn(count, 64, dtype=torch.bfloat16)
-            y = sparse_matmul(x, SparseRows(w.mask, padded[:kept], w.starts))
+            y = sparse_matmul(x, SparseRows(w.mask, values, w.starts))
             assert torch.allclose(y.float(), x.float() @ (W * keep).float().t(), rtol=0.02, atol=0.05)
         assert torch.equal(dense_rows(w), W * keep)
 
@@ -143,6 +150,10 @@ def test_the_compiler_takes_the_op():
     w = sparse_rows(W, W > 0)
     arguments = (torch.randn(3, 64, dtype=torch.bfloat16), w.mask, w.values, w.starts)
     torch.library.opcheck(torch.ops.workbench.sparse_matmul.default, arguments)
+    if native.tiles():
+        x = torch.randn(20, 64, dtype=torch.bfloat16)
+        torch.library.opcheck(torch.ops.workbench.kept_tiles.default, (x, [w.mask], [w.values], [w.starts], "auto"))
+        assert torch.equal(torch.compile(sparse_matmul, fullgraph=True, backend="eager")(x, w), sparse_matmul(x, w))
 
 
 @needs_loops
