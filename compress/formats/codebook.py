@@ -183,9 +183,9 @@ class CodebookGroup(Format):
         near = torch.cat([gaps[..., :1], (gaps[..., 1:] + gaps[..., :-1]) / 2, gaps[..., -1:]], -1)  # around each entry
         scale = torch.ones(self.shape[0], 1, device=rows.table.device) if rows.scale is None else rows.scale
 
-        # The first entry of each row's table, if rows have their own.
-        first = 0 if rows.table.dim() == 1 else torch.arange(self.shape[0], device=rows.table.device, dtype=torch.int32)
-        first = first if rows.table.dim() == 1 else first[:, None] * rows.table.shape[1]
+        # The place of the first entry of each row's table, where rows have their own.
+        apart = 0 if rows.table.dim() == 1 else rows.table.shape[1]
+        first = apart * torch.arange(self.shape[0], device=rows.table.device, dtype=torch.int32)[:, None]
 
         def looked_up(table: Tensor, codes: Tensor) -> Tensor:
             index = codes.to(torch.int32).view(self.shape[0], -1) + first

@@ -75,8 +75,14 @@ class TrainedGroups(Trainable):
                 self.offsets.zero_()
 
     def nearest(self) -> Tensor:
-        """The codes [out, groups, group_size] (int32) to which weights are rounded now."""
+        """The codes [out, groups, group_size] (int32) to which weights are rounded now.
+
+        Raises:
+            ValueError: an offset is NaN, so that training has failed.
+        """
         moved = torch.add(self.codes, self.offsets.detach().view(self.grouped), alpha=self.reach)
+        if moved.sum().isnan():  # as an integer it would be a code far outside of the grid
+            raise ValueError("the training of stored codes failed: some of their offsets are NaN")
         return moved.round_().clamp_(0, self.levels - 1).to(torch.int32)
 
     def scales(self) -> Tensor:
@@ -131,7 +137,7 @@ class TrainedGroups(Trainable):
         below, above = (self.values(other).sub_(wanted).abs_() for other in neighbours)
         self.chosen = bool((torch.minimum(below, above) < NEARER * place.abs()).float().mean() > CHOSEN)
         place = place if self.steps is None else place.div_(self.steps(codes))
-        return place.masked_fill_(place.abs() > OUTSIDE, 0.0).clamp_(-EDGE, EDGE)
+        return place.masked_fill_(~(place.abs() <= OUTSIDE), 0.0).clamp_(-EDGE, EDGE)  # NaN where a scale is 0
 
 
 class TrainedFloats(Trainable):

@@ -417,7 +417,9 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="file for the note, with a figure beside it")
     given = parser.parse_args()
     if given.ik and given.grid:
-        parser.error("--ik times one sequence at a time, without --grid")
+        parser.error("--ik times one sequence at a time: leave --grid out")
+    if given.ik and not given.files:
+        parser.error("--ik times the files of --files, and there are none")
     torch.set_grad_enabled(False)
     for name in ["llamacpp"] * bool(given.files) + ["ik_llamacpp"] * given.ik:
         ready(given.environments, name)

@@ -173,6 +173,13 @@ def main() -> None:
     given = parser.parse_args()
     given.targets = [file.absolute() for file in given.targets]
     given.draft_files = [file.absolute() for file in given.draft_files]
+    for file in (*given.targets, *given.draft_files):
+        if not file.is_file():
+            parser.error(f"--targets and --draft-files: there is no file {file}")
+    if not given.draft.is_dir():
+        parser.error(f"--draft (={given.draft}) must be the folder of a saved model")
+    if min(given.rounds, given.threads) < 1 or given.tokens < 2:
+        parser.error("--rounds and --threads must be at least 1, and --tokens at least 2")
     for folder in (given.work, given.out.parent, *([given.write.parent] if given.write else [])):
         folder.mkdir(parents=True, exist_ok=True)
     for name in ("llamacpp", "ik_llamacpp"):

@@ -327,6 +327,17 @@ def test_products_are_rounded_whatever_the_embedding_is(tiny, monkeypatch):
     assert seen == [torch.bfloat16]
 
 
+def test_a_group_without_a_scale_begins_in_the_middle_and_nan_is_no_code():
+    codes, scale = torch.full((24, 32), 4, dtype=torch.uint8), torch.full((24, 4), 0.25)
+    scale[0] = 0
+    view = IntGroup.from_codes(codes, scale, None, bits=3, group_size=8).trainable(torch.zeros(24, 32))
+    assert not view.offsets.any() and not view.weight().any()
+    with torch.no_grad():
+        view.offsets[3, 5] = math.nan
+    with pytest.raises(ValueError, match="offsets are NaN"):
+        view.weight()
+
+
 def test_pruned_weights_are_no_sign_of_error_feedback():
     W, keep = torch.randn(24, 32), torch.rand(24, 32) < 0.5
     (plain,) = STORED["integers"](W * keep)
