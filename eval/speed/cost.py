@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from eval.record.serving import Combination
 from eval.record.speed import Cost, CostCeilings, CostRow, GridRow, Speed
 from eval.record.steps import ATTENTION, BESIDE, PredictedPart, PredictedStep, Prediction
-from eval.speed.work import CacheLayer, Work, work, work_of_modules
+from eval.speed.work import Work, work, work_of_modules
 from kernels.harness.roofline import Ceilings
 from kernels.support.deploy import deployed
 
@@ -73,9 +73,9 @@ def combine(
             of a step. memory: bytes of the device.
         context: number of positions that each query sees, its own included.
         batch: sequences that decode together; None: as many as fit.
-        cache_bytes: of each sequence, as measured; None: what a step reads. loss: of the combination, if it is known.
+        cache_bytes: of each sequence, as measured; None: as counted. loss: of the combination, if it is known.
     """
-    each = math.ceil(work.cache_bytes(context, 1)) if cache_bytes is None else cache_bytes
+    each = math.ceil(work.kept_bytes(context)) if cache_bytes is None else cache_bytes
     left = memory - weight_bytes
     most = max(min((left - prompt_room) // max(each, 1), left // (each + step_room)), 0)
     chosen = most if batch is None else batch if batch <= most else 0
@@ -138,7 +138,7 @@ def speed_rows(speeds: Mapping[str, Speed]) -> list[GridRow]:
 
 def predict_step(
     models: Mapping[str, nn.Module],
-    cache: Sequence[CacheLayer],
+    like: Work,
     *,
     context: int,
     batch: int = 1,
@@ -152,35 +152,37 @@ def predict_step(
     Args:
         models: the first one is that in 16 bits, and may be on the meta device; the others may hold stand-ins
             (`eval.speed.work.StoredLinear`).
-        cache: what all of them cache.
+        like: the work of one of them, for what all of them cache.
         context: cached tokens of each sequence that a step sees, with its own. batch: sequences.
         prompt_tokens: if above 0, a pass over so many tokens of one sequence, instead of a step.
         ceilings: of the device of this name. launch: seconds of Python for each kernel that a model's own code starts.
     """
     plain = next(iter(models.values()))
     how = {"context": context, "batch": batch, "tokens": prompt_tokens, "ceilings": ceilings}
-    steps = {name: PredictedStep(_predicted_parts(model, cache, **how)) for name, model in models.items()}
+    steps = {name: PredictedStep(_predicted_parts(model, like, **how)) for name, model in models.items()}
     return Prediction(steps, device, _launches(plain), launch, max(prompt_tokens, 1))
 
 
 def _predicted_parts(
-    model: nn.Module, cache: Sequence[CacheLayer], *, context: int, batch: int, tokens: int, ceilings: Ceilings
+    model: nn.Module, like: Work, *, context: int, batch: int, tokens: int, ceilings: Ceilings
 ) -> dict[str, PredictedPart]:
     """{name of a linear inside its block, or other part: what it takes}."""
     rows = tokens or batch
     found: dict[str, list[float]] = {}  # bytes, operations, kernels
     head = next((name for name, one in model.named_modules() if one is model.get_output_embeddings()), "")
-    for name, one in work_of_modules(model).items():
+    for name, one in work_of_modules(model, like.repeats).items():
         multiplied = one.macs or one.experts
         part = re.sub(r"^.*?\.\d+\.", "", name) if multiplied else BESIDE
         its_rows = batch if name == head else rows  # only the last token of a prompt needs logits
         for place, more in enumerate((one.weight_bytes(its_rows), one.flops(0, its_rows), 1)):
             found.setdefault(part, [0.0, 0.0, 0])[place] += more
     seen = [i + 1 for i in range(tokens)] or [context] * batch
-    for layer in cache:
-        positions = [min(count, layer.window or count) for count in seen]
-        read = layer.bytes * (tokens or sum(positions))
-        for place, more in enumerate((read, 2.0 * layer.macs * sum(positions), 2)):  # one stores what is new
+    for layer in like.cache:
+        positions = sum(map(layer.positions, seen))
+        # A prompt is read in one piece, and its states are written once.
+        read = layer.readers * layer.bytes * (tokens or positions) + 2 * layer.state * (1 if tokens else batch)
+        operations = 2.0 * (layer.readers * layer.macs * positions + layer.state_macs * rows)
+        for place, more in enumerate((read, operations, 1 + layer.readers)):  # one stores what is new
             found.setdefault(ATTENTION, [0.0, 0.0, 0])[place] += more
     rest = found.pop(BESIDE, None)
     found |= {BESIDE: rest} if rest else {}

@@ -1,11 +1,18 @@
 """The bytes and multiply-adds of a decoding step, counted from a model."""
 
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+
+STACKED = "moe_num_experts"  # of modules that hold the weights of all experts in one matrix, one below the other (DBRX)
+CACHE_CLASSES = ("transformers.cache_utils", "compress.kv.")  # modules whose layers keep keys, values and states alone
+CACHES = ("past_key_values", "cache_params")  # names of the cache among the outputs and the arguments of models
 
 
 @dataclass(frozen=True)
@@ -24,13 +31,30 @@ class Experts:
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """A layer's cached bytes per position, and the multiply-adds of a query with them. window: largest number of
-    positions, None: all. number: of the layer in the model."""
+    """What a layer keeps of a sequence, and what a step does with it.
+
+    bytes: kept for each position. macs: multiply-adds of a query with a position. window: largest number of positions,
+        None: all. number: of the layer in the model.
+    readers: layers that attend to these positions: this one, and later ones that have no keys and values of their own.
+    state: bytes of states whose size does not grow (linear attention, state spaces, convolutions), which every step
+        reads and writes. state_macs: multiply-adds of a step with them.
+    """
 
     bytes: float
     macs: float
     window: int | None
     number: int = 0
+    readers: int = 1
+    state: float = 0.0
+    state_macs: float = 0.0
+
+    def positions(self, context: int) -> int:
+        """How many of `context` positions are kept."""
+        return min(context, self.window or context)
+
+    def read(self, context: int) -> float:
+        """Bytes that a step reads behind `context` positions, and those of states that it writes."""
+        return self.readers * self.bytes * self.positions(context) + 2 * self.state
 
 
 @dataclass(frozen=True)
@@ -41,6 +65,7 @@ class Work:
         bytes_once: weights that are read as a whole. bytes_a_row: embeddings looked up for each row of a batch.
         macs: multiply-adds of a row with weights, without experts.
         dtype: of the computation.
+        repeats: how often a step runs each module that holds weights and runs more than once, by its name.
     """
 
     bytes_once: float
@@ -49,6 +74,7 @@ class Work:
     experts: tuple[Experts, ...]
     cache: tuple[CacheLayer, ...]
     dtype: str
+    repeats: Mapping[str, int] = field(default_factory=dict)
 
     def weight_bytes(self, batch: int) -> float:
         """Bytes of weights read in one step."""
@@ -56,13 +82,20 @@ class Work:
         return self.bytes_once + batch * self.bytes_a_row + reached
 
     def cache_bytes(self, context: int, batch: int) -> float:
-        """Bytes of keys and values read in one step, for `context` positions per row (limited by the window)."""
-        return batch * sum(layer.bytes * min(context, layer.window or context) for layer in self.cache)
+        """Bytes of keys, values and states that one step reads, and of states that it writes, behind `context`
+        positions of each row."""
+        return batch * sum(layer.read(context) for layer in self.cache)
+
+    def kept_bytes(self, context: int) -> float:
+        """Bytes of the cache of one sequence of `context` positions."""
+        return sum(layer.bytes * layer.positions(context) + layer.state for layer in self.cache)
 
     def flops(self, context: int, batch: int) -> float:
-        """Two operations for each multiply-add of one step: with weights, of queries with keys, and of probabilities
-        with values."""
-        attention = sum(layer.macs * min(context, layer.window or context) for layer in self.cache)
+        """Two operations for each multiply-add of one step: with weights, of queries with keys, of probabilities with
+        values, and with states."""
+        attention = sum(
+            layer.readers * layer.macs * layer.positions(context) + layer.state_macs for layer in self.cache
+        )
         return 2.0 * batch * (self.macs + sum(e.macs * e.active / e.count for e in self.experts) + attention)
 
 
@@ -88,27 +121,28 @@ class StoredTable(nn.Module):
 
 
 @torch.no_grad()
-def work(model: nn.Module, *, cache: tuple[CacheLayer, ...] | None = None) -> Work:
+def work(model: nn.Module, *, like: Work | None = None) -> Work:
     """Count the work of a decoding step.
 
     Args:
-        model: may hold stand-ins, if the cache is known.
-        cache: what the model caches; None: it reads two tokens to find that.
+        model: may hold stand-ins, if `like` is given.
+        like: the work of the same model with other weights, for what it caches and which modules it runs repeatedly;
+            None: the model reads two tokens to find both.
     """
-    parts = _counted(model).values()
     floats = (p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = str(next(floats, torch.bfloat16)).removeprefix("torch.")
-    cache = _cache_layers(model) if cache is None else cache
+    cache, repeats = _passed(model) if like is None else (like.cache, like.repeats)
+    parts = _counted(model, repeats).values()
     once, a_row, macs = (sum(getattr(part, kind) for part in parts) for kind in ("once", "a_row", "macs"))
-    return Work(once, a_row, macs, tuple(one for part in parts for one in part.experts), cache, dtype)
+    return Work(once, a_row, macs, tuple(one for part in parts for one in part.experts), cache, dtype, repeats)
 
 
-def work_of_modules(model: nn.Module) -> dict[str, Work]:
-    """{name of a module that holds weights: the work of a decoding step with them}; their sum is `work(model)`, without
-    the cache. The experts of a layer are one module."""
+def work_of_modules(model: nn.Module, repeats: Mapping[str, int]) -> dict[str, Work]:
+    """{name of a module that holds weights: the work of a decoding step with them}; their sum is the `work` with these
+    repeats, without the cache. The experts of a layer are one module."""
     return {
         name: Work(part.once, part.a_row, part.macs, tuple(part.experts), (), "")
-        for name, part in _counted(model).items()
+        for name, part in _counted(model, repeats).items()
     }
 
 
@@ -130,10 +164,14 @@ class _Part:
     experts: list[Experts] = field(default_factory=list)
 
 
-def _counted(model: nn.Module) -> dict[str, _Part]:
+def _counted(model: nn.Module, repeats: Mapping[str, int]) -> dict[str, _Part]:
     """The work of each module that holds weights, by its name."""
     counter = _Counter(getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None))
     counter.count(model)
+    for name, count in repeats.items():
+        part = counter.parts.get(name)
+        if part and not part.experts:  # these may run once for each expert
+            part.once, part.a_row, part.macs = count * part.once, count * part.a_row, count * part.macs
     return counter.parts
 
 
@@ -162,7 +200,8 @@ class _Counter:
         routed = _routed(module)
         tensors = {own: t for own, t in _stored(module, recurse=False).items() if own not in routed}
         if tensors:
-            matrices = [t for t in tensors.values() if t.dim() == 2]  # routers have bare ones, like linears
+            # Routers have bare matrices, like linears; kernels of convolutions are multiplied once a token, too.
+            matrices = [t for t in tensors.values() if t.dim() > 2 or (t.dim() == 2 and len(t) > 1)]
             self.parts[name] = _Part(sum(t.nbytes for t in tensors.values()), macs=sum(t.numel() for t in matrices))
         top_k = next(
             (m.top_k for m in (module, *module.children()) if isinstance(getattr(m, "top_k", None), int)), active
@@ -178,11 +217,13 @@ class _Counter:
 def _experts(module: nn.Module, routed: set[str], active: int | None) -> Experts:
     """The work of the experts in these parameters and lists of a module."""
     counter, size, macs = _Counter(None), 0.0, 0.0
+    own, without = _numbers_of_experts(module)
     for name in routed:
         part = getattr(module, name)
         if isinstance(part, Tensor):
-            size += part.nbytes
-            macs += part.numel() if part.dim() == 3 else 0
+            used = own / (own + without) if without and len(part) == own + without else 1.0
+            size += part.nbytes * used
+            macs += 0 if part.dim() == 2 and len(part) == own else part.numel() * used  # biases are added
         else:
             counter.count(part, name)
     if not active:
@@ -194,7 +235,7 @@ def _experts(module: nn.Module, routed: set[str], active: int | None) -> Experts
         sum((getattr(part, kind) for part in counter.parts.values()), start)
         for kind, start in (("once", size), ("macs", macs))
     )
-    return Experts(size, macs, module.num_experts, min(active, module.num_experts))
+    return Experts(size, macs, own + without, min(active, own + without))
 
 
 def _stored(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
@@ -208,17 +249,24 @@ def _stored(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
 
 def _routed(module: nn.Module) -> set[str]:
     """Names of the parameters and lists of a module from which each token uses the parts of some experts."""
-    count = getattr(module, "num_experts", None)
-    if not isinstance(count, int) or count < 2:
+    count, without = _numbers_of_experts(module)
+    if count < 2:
         return set()
     lists = {
         name for name, child in module.named_children() if isinstance(child, nn.ModuleList) and len(child) == count
     }
-    fused = {name for name, p in module._parameters.items() if p is not None and p.dim() == 3 and len(p) == count}
-    biases = {
-        name for name, p in module._parameters.items() if fused and p is not None and p.dim() == 2 and len(p) == count
-    }
-    return lists | fused | biases
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    fused = {name for name, p in own.items() if p.dim() == 3 and len(p) in (count, count + without)}
+    biases = {name for name, p in own.items() if fused and p.dim() == 2 and len(p) == count}
+    stacked = {name for name, p in own.items() if hasattr(module, STACKED) and p.dim() == 2}
+    return lists | fused | biases | stacked
+
+
+def _numbers_of_experts(module: nn.Module) -> tuple[int, int]:
+    """How many experts with weights a module holds, 0 if none; and how many without, which give back their input."""
+    names = ("num_experts", "num_routed_experts", STACKED)
+    found = next((count for name in names if isinstance(count := getattr(module, name, None), int)), 0)
+    return found, getattr(module, "zero_expert_num", None) or 0
 
 
 def cache_bytes_per_token(config: PreTrainedConfig) -> int:
@@ -253,24 +301,73 @@ def head_width(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _cache_layers(model: nn.Module) -> tuple[CacheLayer, ...]:
-    """An entry for every layer with keys and values, found from the cache after a pass over two tokens."""
+def _passed(model: nn.Module) -> tuple[tuple[CacheLayer, ...], dict[str, int]]:
+    """An entry for every layer that keeps something, found by reading two tokens; and how often a step after them runs
+    each module with weights that it runs repeatedly."""
     ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
-    cache = model(ids, use_cache=True).past_key_values
-    config, layers = model.config.get_text_config(decoder=True), []
-    for number, layer in enumerate(cache.layers):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or not keys.numel():
-            continue
-        kept = keys[:, :, 0].nbytes + values[:, :, 0].nbytes
-        heads = config_of_layer(config, number).num_attention_heads
-        attends = keys.shape[-1] > 1  # if attention was dropped, the layer stores a single number per position
-        layers.append(
-            CacheLayer(
-                kept,
-                heads * (keys.shape[-1] + values.shape[-1]) * attends,
-                getattr(layer, "sliding_window", None),
-                number,
-            )
+    output = model(ids, use_cache=True)
+    argument = next((name for name in CACHES if isinstance(output.get(name), Cache)), None)
+    if argument is None:
+        raise ValueError(
+            f"`model` ({type(model).__name__}): what it keeps of the tokens before is no cache of transformers, so "
+            "that the work of a step cannot be counted"
         )
-    return tuple(layers)
+    cache = output[argument]
+    if own := next((one for one in cache.layers if not type(one).__module__.startswith(CACHE_CLASSES)), None):
+        raise ValueError(
+            f"`model` ({type(model).__name__}): its own {type(own).__name__} keeps more than keys, values and states, "
+            "so that the work of a step cannot be counted"
+        )
+    config, layers = model.config.get_text_config(decoder=True), []
+    readers = _readers(config)
+    for number, layer in enumerate(cache.layers):
+        state, state_macs = _state_of(layer)
+        keys = getattr(layer, "keys", None)
+        positions = keys is not None and keys.numel()
+        if positions or state:
+            kept, macs = _of_a_position(config_of_layer(config, number), layer) if positions else (0.0, 0.0)
+            window, count = getattr(layer, "sliding_window", None), 1 + readers[number]
+            layers.append(CacheLayer(kept, macs, window, number, count, state, state_macs))
+    calls = Counter[str]()
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if module._parameters or module._buffers:
+                hook = module.register_forward_pre_hook(lambda _, args, name=name: calls.update([name]))
+                stack.callback(hook.remove)
+        model(ids[:, :1], use_cache=True, **{argument: cache})
+    return tuple(layers), {name: count for name, count in calls.items() if count > 1}
+
+
+def _of_a_position(config: PreTrainedConfig, layer: CacheLayerMixin) -> tuple[float, float]:
+    """The bytes that a layer keeps of a position, and the multiply-adds of a query with it.
+
+    Latent attention keeps one vector for all heads, with which queries are multiplied, and then probabilities: its
+    projection to keys and values is applied to the query and to the result (arXiv:2405.04434, section 2.1.2).
+    """
+    kept = [t for name in ("keys", "values", "indexer_keys") if (t := getattr(layer, name, None)) is not None]
+    size, heads = sum(t[..., :1, :].nbytes for t in kept), config.num_attention_heads
+    if layer.keys.shape[-1] == 1:  # attention was dropped: the layer stores a single number per position
+        return size, 0.0
+    latent, widths = getattr(config, "kv_lora_rank", None), (layer.keys.shape[-1], layer.values.shape[-1])
+    if latent in widths and layer.keys.shape[1] == 1:
+        return size, heads * (2.0 * latent + config.qk_rope_head_dim)
+    return size, float(heads * sum(widths))
+
+
+def _state_of(layer: CacheLayerMixin) -> tuple[float, float]:
+    """The bytes of a layer's states, and the multiply-adds of a step with them: each number of a recurrent state is
+    updated, and multiplied by a query."""
+    convolved, recurrent = (
+        [state for state in (getattr(layer, name, None) or {}).values() if state is not None]
+        for name in ("conv_states", "recurrent_states")
+    )
+    size = sum(state.nbytes for state in (*convolved, *recurrent))
+    return float(size), 2.0 * sum(state.numel() for state in recurrent)
+
+
+def _readers(config: PreTrainedConfig) -> Counter[int]:
+    """How many further layers attend to the keys and values of a layer, by its number (Gemma 3n, Gemma 4)."""
+    modes = getattr(config, "kv_sharing_modes", None) or []
+    kinds = getattr(config, "layer_types", None) or [None] * len(modes)
+    stored = {kinds[number]: number for number, mode in enumerate(modes) if mode == "store"}
+    return Counter(stored[kinds[number]] for number, mode in enumerate(modes) if mode == "reuse")

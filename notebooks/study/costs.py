@@ -91,7 +91,7 @@ def plain_weights(name: str, model: nn.Module, parameter: str = "MODEL") -> Weig
             return Weights(work(own), stored_bytes(own), own)
         with torch.device("meta"):  # stored weights do not run without values
             plain = auto_class(model.config).from_config(model.config, trust_remote_code=False)
-        return Weights(work(own, cache=work(deployed(plain)).cache), stored_bytes(own), own)
+        return Weights(work(own, like=work(deployed(plain))), stored_bytes(own), own)
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
             f"`{parameter}` (={name!r}): a {type(model).__name__} cannot be run without its weights, so that what it "
@@ -161,11 +161,11 @@ def stored_weights(methods: Sequence[Method], model: nn.Module, plain: Weights) 
             replace_linear(made, name, StoredLinear(out, columns, size, macs, bias))
         if name == ends.embedding or (ends.tied and name == ends.head):
             replace_linear(made, ends.embedding, StoredTable(out, size, tied=ends.tied))
-    return Weights(work(made, cache=plain.work.cache), stored_bytes(made), made)
+    return Weights(work(made, like=plain.work), stored_bytes(made), made)
 
 
 def stored_cache(methods: Sequence[Method], model: nn.Module, plain: Weights, context: int) -> tuple[CacheLayer, ...]:
-    """What a step reads of the cache that these methods keep of a prompt of `context` tokens.
+    """What a sequence keeps in the cache that these methods keep of a prompt of `context` tokens.
 
     Raises:
         ValueError: the methods do not fit the model.
@@ -206,7 +206,7 @@ def combinations(
     """Every combination of weights and caches in a memory.
 
     Args:
-        kept: what a step reads of each cache. caches: their methods; a policy evicts when the whole prompt has been
+        kept: what a sequence keeps in each cache. caches: their methods; a policy evicts when the whole prompt has been
             read, and until then its cache is in 16 bits.
         about: memory, batch and ceilings of `eval.speed.cost.combine`.
     """
@@ -215,7 +215,7 @@ def combinations(
         for cache, layers in kept.items():
             work = replace(one.work, cache=layers)
             evicts = any(isinstance(method, Policy) for method in caches.get(cache, ()))
-            more = max(plain.cache_bytes(context, 1) - work.cache_bytes(context, 1), 0) if evicts else 0
+            more = max(plain.kept_bytes(context) - work.kept_bytes(context), 0) if evicts else 0
             prompt, step = rooms(model, context, more)
             how = {"weight_bytes": one.nbytes, "prompt_room": prompt, "step_room": step, "context": context}
             found.append(combine(name, cache, work, **how, **about))

@@ -23,6 +23,7 @@ from eval.speed.efficiency import check_efficiency, measure_efficiency
 from eval.speed.layercast import layercast
 from eval.speed.lossless import check_lossless, measure_lossless
 from eval.speed.speed_grid import check_speed_grid, measure_speed_grid
+from eval.speed.work import work
 from eval.tasks.tasks import answer_tasks, check_tasks
 from eval.writing.generation_sweep import check_generations, compare_generations
 from kernels.harness import roofline
@@ -109,7 +110,7 @@ class Asked:
         """Check the rest against the model and the names of its drafts; quick.
 
         Raises:
-            ValueError: a number is not valid for this model.
+            ValueError: a number is not valid for this model, or its work cannot be counted and is asked for.
         """
         if self.temperatures:
             check_generations(model, tokenizer, **self._writing)
@@ -120,6 +121,11 @@ class Asked:
                 raise ValueError(re.sub(r"`(batches|prompts|rounds)`", r"`speed_\1`", str(error))) from error
         if self.efficiency:
             check_efficiency(model)
+        if counted := "efficiency" if self.efficiency else "speed_batches" if self.speed_batches else "":
+            try:
+                work(model)
+            except ValueError as error:
+                raise ValueError(f"`{counted}` compares times with the work of a step: {error}") from error
         if self.lossless:
             try:
                 check_lossless(

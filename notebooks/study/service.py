@@ -17,7 +17,7 @@ from compress.recipe import parse_recipes
 from compress.search.caches import STANDARD, STANDARD_CACHES
 from eval.record.serving import AIMS, Combination, largest
 from eval.speed.devices import ceilings_of, check_device_name
-from eval.speed.work import CacheLayer
+from eval.speed.work import CacheLayer, Work
 from eval.text.windows import windows
 from kernels.harness.roofline import Ceilings
 from kernels.support.errors import check_positive
@@ -132,9 +132,11 @@ def contexts_of(
 
 @dataclass(frozen=True)
 class Shapes:
-    """What shapes say. kept: what a step reads of each cache. step_room: bytes for each sequence of a step."""
+    """What shapes say. plain: the work of a step in 16 bits. kept: what a sequence keeps in each cache. step_room:
+    bytes for each sequence of a step."""
 
     found: list[Combination]
+    plain: Work
     kept: Mapping[str, tuple[CacheLayer, ...]]
     ceilings: Ceilings
     step_room: int
@@ -177,4 +179,4 @@ def predict_service(model: PreTrainedModel, asked: Service, *, scored_tokens: in
     found = costs.combinations(outline, stored, kept, asked.caches, batch=asked.batch, **about)
     if largest(found) is None:
         raise ValueError(asked.too_small(found))
-    return Shapes(found, kept, ceilings, costs.rooms(outline, asked.context)[1])
+    return Shapes(found, plain.work, kept, ceilings, costs.rooms(outline, asked.context)[1])

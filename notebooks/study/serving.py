@@ -185,9 +185,8 @@ class _Service:
 
     def _weights(self, model: PreTrainedModel) -> tuple[Work, int]:
         """The work of a step with these weights, and their bytes in memory."""
-        plain = next(iter(self.shapes.kept.values()))
         small = deployed(model)
-        return work(small, cache=plain), size(small).resident_bytes
+        return work(small, like=self.shapes.plain), size(small).resident_bytes
 
     def _loss(self, model: PreTrainedModel, methods: Sequence[Method]) -> Loss:
         """The divergence behind the context, nats per token, and its standard error over texts."""

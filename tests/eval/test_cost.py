@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from compress import METHODS, apply
@@ -50,6 +51,67 @@ def test_operations_are_those_that_torch_counts(any_model):
         with FlopCounterMode(display=False) as counted:
             any_model(ids[:, -1:], past_key_values=cache, use_cache=True)
         assert found.flops(20, batch) == counted.get_total_flops()
+
+
+def counted_by_torch(model, batch: int = 2, tokens: int = 20) -> tuple[float, float]:
+    """Operations of a step behind `tokens` - 1 ones as torch counts them, and the bytes that a sequence keeps then."""
+    ids = torch.randint(96, (batch, tokens))
+    output = model(ids[:, :-1], use_cache=True)
+    name = next(name for name in ("past_key_values", "cache_params") if output.get(name) is not None)
+    held = [value for layer in output[name].layers for value in vars(layer).values()]
+    held += [value for values in held if isinstance(values, dict) for value in values.values()]
+    kept = sum(t.nbytes for t in held if isinstance(t, Tensor) and t.is_floating_point()) / batch
+    with FlopCounterMode(display=False) as counted:
+        model(ids[:, -1:], use_cache=True, **{name: output[name]})
+    return counted.get_total_flops(), kept
+
+
+# Beside the usual ones: caches that layers share; experts in one matrix, and experts without weights; layers that run
+# twice; states of linear attention and of state spaces; convolutions; short ones beside a cache; experts that all use.
+UNUSUAL = {"gemma4_text": 0.0, "gemma3n_text": 0.03, "dbrx": 0.0, "ernie4_5_moe": 0.0, "hrm_text": 0.0, "zaya": 0.01,
+           "qwen3_next": 0.03, "lfm2": 0.01, "mamba2": 0.03, "jamba": 0.03, "falcon_h1": 0.01, "inkling_text": 0.03}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", UNUSUAL)
+def test_unusual_layers_are_counted(architecture, tiny):
+    """Operations within what elementwise ones make, bytes exactly; windows keep one position less than a step sees."""
+    model = tiny(architecture, num_hidden_layers=4)
+    model.set_attn_implementation("eager")
+    model.config._experts_implementation = "eager"
+    found, (operations, kept) = work(model), counted_by_torch(model)
+    assert found.flops(20, 2) == pytest.approx(operations, rel=UNUSUAL[architecture] or 1e-9)
+    windows = sum(layer.bytes for layer in found.cache if layer.window)
+    assert found.kept_bytes(19) == kept + windows
+    assert found.cache_bytes(20, 3) >= 3 * found.kept_bytes(20), "shared caches are read by several layers"
+
+
+@torch.no_grad()
+def test_latent_attention_multiplies_the_latents(tiny):
+    """By hand; the model's own code, which makes all keys and values anew in every step, does more."""
+    model = tiny("deepseek_v3", num_hidden_layers=2)
+    config, found = model.config, work(model)
+    latent, rotated, heads = config.kv_lora_rank, config.qk_rope_head_dim, config.num_attention_heads
+    assert [layer.bytes for layer in found.cache] == 2 * [4 * (latent + rotated)]
+    assert [layer.macs for layer in found.cache] == 2 * [heads * (2 * latent + rotated)]
+    operations, kept = counted_by_torch(model)
+    assert found.kept_bytes(19) == kept and found.flops(20, 2) < operations
+
+
+@torch.no_grad()
+def test_experts_without_weights_take_no_part(tiny):
+    model = tiny("longcat_flash", num_hidden_layers=2)
+    one = work(model).experts[0]
+    experts = next(m for m in model.modules() if type(m).__name__.endswith("Experts"))
+    assert one.count == experts.num_routed_experts + experts.zero_expert_num
+    with_weights = [p[: experts.num_routed_experts] for p in experts.parameters()]
+    assert one.bytes == sum(p.nbytes for p in with_weights) == 4 * one.macs
+
+
+@pytest.mark.parametrize("architecture, why", [("deepseek_v4", "its own DeepseekV4"), ("rwkv", "is no cache of")])
+def test_what_cannot_be_counted_is_refused(architecture, why, tiny):
+    with pytest.raises(ValueError, match=why):
+        work(tiny(architecture))
 
 
 def test_windows_cap_what_is_read(tiny):

@@ -229,14 +229,14 @@ def test_the_parts_on_another_device_follow_from_shapes():
     model = tiny_model("llama", num_hidden_layers=3)
     whole, ceilings = work(model), Ceilings(1e9, {"bfloat16": 1e9})
     how = {"ceilings": ceilings, "device": "a device", "launch": 1e-6}
-    step = predict_step({"16 bits": model}, whole.cache, context=10, batch=4, **how).steps["16 bits"]
+    step = predict_step({"16 bits": model}, whole, context=10, batch=4, **how).steps["16 bits"]
     assert sum(part.bytes for part in step.parts.values()) == whole.weight_bytes(4) + whole.cache_bytes(10, 4)
     assert sum(part.operations for part in step.parts.values()) == whole.flops(10, 4)
     q = step.parts["self_attn.q_proj"]
     assert q.launches == 3 and q.operations == 3 * 2 * 4 * 64 * 64 and q.bytes == 3 * 64 * 64 * 4
     assert (q.seconds, q.bound) == (q.operations / 1e9, "arithmetic")
     assert step.parts[BESIDE].bound == "launches" and list(step.parts)[-2:] == [ATTENTION, BESIDE]
-    prompt = predict_step({"16 bits": model}, whole.cache, context=0, prompt_tokens=10, **how).steps["16 bits"]
+    prompt = predict_step({"16 bits": model}, whole, context=0, prompt_tokens=10, **how).steps["16 bits"]
     assert prompt.parts["self_attn.q_proj"].operations == 10 / 4 * q.operations
     assert prompt.parts["lm_head"].operations == step.parts["lm_head"].operations / 4, "of the last token alone"
     seen = sum(range(1, 11)) / 10  # of the whole context, on average
@@ -247,14 +247,13 @@ def test_experts_are_one_part_and_windows_are_short():
     model = tiny_model("mixtral")
     whole = work(model)
     how = {"ceilings": Ceilings(1e9, {}), "device": "a device"}
-    step = predict_step({"16 bits": model}, whole.cache, context=10, batch=2, **how).steps["16 bits"]
+    step = predict_step({"16 bits": model}, whole, context=10, batch=2, **how).steps["16 bits"]
     assert sum(part.bytes for part in step.parts.values()) == pytest.approx(
         whole.weight_bytes(2) + whole.cache_bytes(10, 2)
     )
     assert any(part.operations and "expert" in name for name, part in step.parts.items())
     gemma = tiny_model("gemma3_text")
-    cache = work(gemma).cache
-    step = predict_step({"16 bits": gemma}, cache, context=100, **how).steps["16 bits"]
+    step = predict_step({"16 bits": gemma}, work(gemma), context=100, **how).steps["16 bits"]
     assert step.parts[ATTENTION].bytes == work(gemma).cache_bytes(100, 1)
 
 

@@ -122,7 +122,7 @@ def _predict(options: argparse.Namespace) -> int:
     ceilings, how = ceilings_of(options.device)
     found = predict_step(
         {costs.PLAIN: plain.model, options.recipe: after.model},
-        plain.work.cache,
+        plain.work,
         context=options.context or CONTEXT,
         batch=options.batch or 1,
         prompt_tokens=options.prompt or 0,
