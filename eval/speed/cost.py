@@ -178,10 +178,11 @@ def _predicted_parts(
             found.setdefault(part, [0.0, 0.0, 0])[place] += more
     seen = [i + 1 for i in range(tokens)] or [context] * batch
     for layer in like.cache:
-        positions = sum(map(layer.positions, seen))
+        positions = sum(map(layer.attended, seen))
         # A prompt is read in one piece, and its states are written once.
         read = layer.readers * layer.bytes * (tokens or positions) + 2 * layer.state * (1 if tokens else batch)
-        operations = 2.0 * (layer.readers * layer.macs * positions + layer.state_macs * rows)
+        macs = layer.macs if layer.prompt_macs is None or not tokens else layer.prompt_macs
+        operations = 2.0 * (layer.readers * macs * positions + layer.state_macs * rows)
         for place, more in enumerate((read, operations, 1 + layer.readers)):  # one stores what is new
             found.setdefault(ATTENTION, [0.0, 0.0, 0])[place] += more
     rest = found.pop(BESIDE, None)

@@ -33,11 +33,14 @@ class Experts:
 class CacheLayer:
     """What a layer keeps of a sequence, and what a step does with it.
 
-    bytes: kept for each position. macs: multiply-adds of a query with a position. window: largest number of positions,
-        None: all. number: of the layer in the model.
+    bytes: kept for each position. macs: multiply-adds of a step's query with a position. window: largest number of
+        positions, None: all. number: of the layer in the model.
     readers: layers that attend to these positions: this one, and later ones that have no keys and values of their own.
     state: bytes of states whose size does not grow (linear attention, state spaces, convolutions), which every step
         reads and writes. state_macs: multiply-adds of a step with them.
+    prompt_macs: multiply-adds of a prompt's query with a position, if they differ from those of a step: keys and values
+        of latent attention are made once for all queries of a prompt.
+    chosen: largest number of positions that a query attends to, which an indexer chooses among all; None: all.
     """
 
     bytes: float
@@ -47,14 +50,20 @@ class CacheLayer:
     readers: int = 1
     state: float = 0.0
     state_macs: float = 0.0
+    prompt_macs: float | None = None
+    chosen: int | None = None
 
     def positions(self, context: int) -> int:
         """How many of `context` positions are kept."""
         return min(context, self.window or context)
 
+    def attended(self, context: int) -> int:
+        """How many of `context` positions a query attends to."""
+        return min(self.positions(context), self.chosen or context)
+
     def read(self, context: int) -> float:
         """Bytes that a step reads behind `context` positions, and those of states that it writes."""
-        return self.readers * self.bytes * self.positions(context) + 2 * self.state
+        return self.readers * self.bytes * self.attended(context) + 2 * self.state
 
 
 @dataclass(frozen=True)
@@ -93,9 +102,7 @@ class Work:
     def flops(self, context: int, batch: int) -> float:
         """Two operations for each multiply-add of one step: with weights, of queries with keys, of probabilities with
         values, and with states."""
-        attention = sum(
-            layer.readers * layer.macs * layer.positions(context) + layer.state_macs for layer in self.cache
-        )
+        attention = sum(layer.readers * layer.macs * layer.attended(context) + layer.state_macs for layer in self.cache)
         return 2.0 * batch * (self.macs + sum(e.macs * e.active / e.count for e in self.experts) + attention)
 
 
@@ -319,15 +326,25 @@ def _passed(model: nn.Module) -> tuple[tuple[CacheLayer, ...], dict[str, int]]:
             "so that the work of a step cannot be counted"
         )
     config, layers = model.config.get_text_config(decoder=True), []
+    indexed = any(getattr(one, "indexer_keys", None) is not None for one in cache.layers)
+    if indexed and not hasattr(config, "index_topk"):
+        raise ValueError(
+            f"`model` ({type(model).__name__}): its config does not say how many positions its indexer chooses "
+            "(index_topk), so that the work of a step cannot be counted"
+        )
     readers = _readers(config)
     for number, layer in enumerate(cache.layers):
         state, state_macs = _state_of(layer)
         keys = getattr(layer, "keys", None)
         positions = keys is not None and keys.numel()
         if positions or state:
-            kept, macs = _of_a_position(config_of_layer(config, number), layer) if positions else (0.0, 0.0)
+            about = _of_a_position(config_of_layer(config, number), layer) if positions else (0.0, 0.0, None)
+            kept, macs, prompt_macs = about
             window, count = getattr(layer, "sliding_window", None), 1 + readers[number]
-            layers.append(CacheLayer(kept, macs, window, number, count, state, state_macs))
+            chosen = config.index_topk if hasattr(layer, "indexer_keys") else None
+            layers.append(CacheLayer(kept, macs, window, number, count, state, state_macs, prompt_macs, chosen))
+        if (index := getattr(layer, "indexer_keys", None)) is not None:
+            layers.append(CacheLayer(index[..., :1, :].nbytes, config.index_n_heads * index.shape[-1], None, number))
     calls = Counter[str]()
     with ExitStack() as stack:
         for name, module in model.named_modules():
@@ -338,20 +355,22 @@ def _passed(model: nn.Module) -> tuple[tuple[CacheLayer, ...], dict[str, int]]:
     return tuple(layers), {name: count for name, count in calls.items() if count > 1}
 
 
-def _of_a_position(config: PreTrainedConfig, layer: CacheLayerMixin) -> tuple[float, float]:
-    """The bytes that a layer keeps of a position, and the multiply-adds of a query with it.
+def _of_a_position(config: PreTrainedConfig, layer: CacheLayerMixin) -> tuple[float, float, float | None]:
+    """The bytes that a layer keeps of a position, and the multiply-adds of a query with it: of a step, and of a prompt
+    where these differ.
 
-    Latent attention keeps one vector for all heads, with which queries are multiplied, and then probabilities: its
-    projection to keys and values is applied to the query and to the result (arXiv:2405.04434, section 2.1.2).
+    Latent attention keeps one vector for all heads, with which a step's query is multiplied, and then the
+    probabilities: its projection to keys and values is applied to the query and to the result (arXiv:2405.04434,
+    section 2.1.2).
     """
-    kept = [t for name in ("keys", "values", "indexer_keys") if (t := getattr(layer, name, None)) is not None]
-    size, heads = sum(t[..., :1, :].nbytes for t in kept), config.num_attention_heads
+    size, heads = sum(t[..., :1, :].nbytes for t in (layer.keys, layer.values)), config.num_attention_heads
     if layer.keys.shape[-1] == 1:  # attention was dropped: the layer stores a single number per position
-        return size, 0.0
+        return size, 0.0, None
     latent, widths = getattr(config, "kv_lora_rank", None), (layer.keys.shape[-1], layer.values.shape[-1])
     if latent in widths and layer.keys.shape[1] == 1:
-        return size, heads * (2.0 * latent + config.qk_rope_head_dim)
-    return size, float(heads * sum(widths))
+        rotated = config.qk_rope_head_dim
+        return size, heads * (2.0 * latent + rotated), heads * (config.qk_nope_head_dim + rotated + config.v_head_dim)
+    return size, float(heads * sum(widths)), None
 
 
 def _state_of(layer: CacheLayerMixin) -> tuple[float, float]:

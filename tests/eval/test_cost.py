@@ -94,8 +94,25 @@ def test_latent_attention_multiplies_the_latents(tiny):
     latent, rotated, heads = config.kv_lora_rank, config.qk_rope_head_dim, config.num_attention_heads
     assert [layer.bytes for layer in found.cache] == 2 * [4 * (latent + rotated)]
     assert [layer.macs for layer in found.cache] == 2 * [heads * (2 * latent + rotated)]
+    assert [layer.prompt_macs for layer in found.cache] == 2 * [
+        heads * (config.qk_nope_head_dim + rotated + config.v_head_dim)
+    ]
     operations, kept = counted_by_torch(model)
     assert found.kept_bytes(19) == kept and found.flops(20, 2) < operations
+
+
+@torch.no_grad()
+def test_an_indexer_limits_what_a_query_attends_to(tiny):
+    """All positions are kept, and their index keys are read."""
+    model = tiny("deepseek_v32", num_hidden_layers=2)
+    config, found = model.config, work(model)
+    latents, index = found.cache[:2]
+    assert index.bytes == 4 * config.index_head_dim and index.macs == config.index_n_heads * config.index_head_dim
+    many = config.index_topk + 50
+    assert latents.attended(many) == config.index_topk and latents.positions(many) == index.attended(many) == many
+    assert found.cache_bytes(many, 1) == 2 * (latents.bytes * config.index_topk + index.bytes * many)
+    assert found.kept_bytes(many) == 2 * (latents.bytes + index.bytes) * many
+    assert found.kept_bytes(19) == counted_by_torch(model)[1]
 
 
 @torch.no_grad()
