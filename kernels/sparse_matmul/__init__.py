@@ -90,12 +90,12 @@ def sparse_matmul(x: Tensor, w: SparseRows, *, impl: str = "auto") -> Tensor:
 
 
 def in_tiles(x: Tensor, weights: Sequence[SparseRows]) -> bool:
-    """Are the products of these tokens those of AMX's tiles, into which rows are put strip by strip?"""
+    """Are the products of these tokens those of tiles, into which rows are put strip by strip?"""
     return (
-        x.numel() > FEW * x.shape[-1]
+        bool(native.tiles())
+        and x.numel() > FEW * x.shape[-1]
         and x.dtype == torch.bfloat16
         and all(w.dtype == torch.bfloat16 and skips_zeros(w.dtype, x.device, w.shape[1]) for w in weights)
-        and native.tiles() == "amx"
     )
 
 
