@@ -72,7 +72,7 @@ class DecoderForward:
         if reason := native.why_not():
             raise NotNative(reason)
         self.decoder, self._laid_out = decoder, laid_out if lays_out(decoder.dtype) else 0
-        # Products of AMX's tiles are faster than oneDNN's. Without AMX both are within 5 % of each other (Zen 4, Zen 5).
+        # Products of AMX's tiles are faster than oneDNN's; others are within 5 % of these (Zen 4, Zen 5).
         self._tiles = bool(self._laid_out) and decoder.dtype == torch.bfloat16 and native.tiles() == "amx"
         self.laps: Laps | None = None
         self._dense: dict[int, Tensor] = {}  # laid out for oneDNN; key: the weight's address

@@ -62,7 +62,10 @@ def test_tiles_of_kept_entries_are_those_of_the_dense_weights(isa, tokens):
 def test_many_tokens_go_through_tiles_and_few_do_not():
     W = torch.randn(40, 64, dtype=torch.bfloat16)
     w = sparse_rows(W, W > 0)
-    for tokens, expected in ((8, f"cpu {native.rows_isa(torch.bfloat16, 64, kept=True)}"), (9, f"cpu {native.tiles()}")):
+    for tokens, expected in (
+        (8, f"cpu {native.rows_isa(torch.bfloat16, 64, kept=True)}"),
+        (9, f"cpu {native.tiles()}"),
+    ):
         with recording() as ran:
             y = sparse_matmul(torch.ones(tokens, 64, dtype=torch.bfloat16), w)
         assert ran["sparse_matmul"] == {expected} and torch.allclose(
