@@ -39,6 +39,7 @@ struct Tokens {
   const void* items;
   const float* values;  // [tokens, in]
   int64_t stride;       // bytes from token to token
+  int64_t count;        // of tokens
 };
 
 // sums[ROWS][TOKENS] of `rows` rows from `row` on and of `tokens` tokens.
@@ -80,7 +81,9 @@ INLINE Acc add(Acc a, Acc b) { return _mm512_add_ps(a, b); }
 INLINE Word load(const uint16_t* w) { return (__m512bh)_mm512_loadu_si512(w); }
 INLINE Acc madd(Acc acc, Word w, const char* x) { return _mm512_dpbf16_ps(acc, w, (__m512bh)_mm512_loadu_si512(x)); }
 INLINE void totals(const Acc* x, float* y) { totals_512(x, y); }
+#define TWO_ROWS
 #include "half.inc"
+#undef TWO_ROWS
 }  // namespace bf16_avx512bf16
 #pragma GCC pop_options
 
@@ -310,7 +313,7 @@ struct Portable {
 template <Loop LOOP, bool AS_STORED>
 void some_rows(const workbench::Stored& w, const workbench::Operand& x, int64_t begin, int64_t end, float* y) {
   const Matrix m{static_cast<const uint16_t*>(w.data), w.out, w.in, w.mask, w.starts};
-  const Tokens items{x.items, x.values, w.in * (AS_STORED ? 2 : 4)};
+  const Tokens items{x.items, x.values, w.in * (AS_STORED ? 2 : 4), x.tokens};
   float sums[ROWS * TOKENS];
   for (int64_t row = begin; row < end; row += ROWS) {
     const int rows = int(end - row < ROWS ? end - row : ROWS);
@@ -456,9 +459,9 @@ struct Laid {
       values.reset(new float[count * in]);
       for (int64_t i = 0; i < count * in; i++) values[i] = widened(bits[i], bfloat16);
     }
-    tokens = {bits, values.get(), in * 2};
+    tokens = {bits, values.get(), in * 2, count};
     if (way.items == Items::stored) return;
-    tokens = {values.get(), values.get(), in * 4};
+    tokens = {values.get(), values.get(), in * 4, count};
     if (way.items == Items::widened) return;
     mixed.reset(new float[count * in]);
     const int64_t half = way.step / 2;

@@ -228,6 +228,22 @@ def test_products_of_few_tokens_with_rows(isa, dtype):
 
 
 @pytest.mark.skipif(native.why_not() is not None, reason="no C++ kernels")
+@pytest.mark.parametrize("isa", ("auto", *native.ISAS))
+@pytest.mark.parametrize("columns", (576, 608, 77))
+def test_a_tokens_product_does_not_depend_on_the_others(isa, columns):
+    """Bit for bit, as a step that verifies guesses needs; odd and even numbers of vectors, rows that no block takes whole."""
+    if isa != "auto" and not native.runs(isa):
+        pytest.skip(f"{isa} does not run here")
+    x, weights = torch.randn(16, columns).bfloat16(), [torch.randn(out, columns).bfloat16() for out in (50, 7)]
+    alone = [products(one[None], weights, [None, None], isa) for one in x]
+    for count in range(2, 17):
+        for together, each in zip(
+            products(x[:count], weights, [None, None], isa), zip(*alone, strict=True), strict=True
+        ):
+            assert torch.equal(together, torch.cat(each[:count]))
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason="no C++ kernels")
 def test_products_of_few_tokens_pass_opcheck():
     x, W = torch.randn(2, 40).bfloat16(), torch.randn(6, 40).bfloat16()
     torch.library.opcheck(torch.ops.workbench.half_matmul, (x, [W, W[:3].clone()], [None, None], "auto"))
