@@ -202,7 +202,10 @@ class CompressedCache(Cache):
         found = [t for layer in self.own for t in layer.held]
         for layer in self.layers:
             if not isinstance(layer, KVLayer):
-                found += [t for t in (getattr(layer, "keys", None), getattr(layer, "values", None)) if t is not None]
+                kept = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
+                for name in ("conv_states", "recurrent_states"):
+                    kept += (getattr(layer, name, None) or {}).values()
+                found += [t for t in kept if t is not None]
         return [*found, *self.ids, *self.masks, *([] if self.mask is None else [self.mask])]
 
     @property

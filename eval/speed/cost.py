@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from eval.record.serving import Combination
 from eval.record.speed import Cost, CostCeilings, CostRow, GridRow, Speed
 from eval.record.steps import ATTENTION, BESIDE, PredictedPart, PredictedStep, Prediction
-from eval.speed.work import Work, work, work_of_modules
+from eval.speed.work import Work, read_two, work, work_of_modules
 from kernels.harness.roofline import Ceilings
 from kernels.support.deploy import deployed
 
@@ -152,7 +152,7 @@ def predict_step(
     Args:
         models: the first one is that in 16 bits, and may be on the meta device; the others may hold stand-ins
             (`eval.speed.work.StoredLinear`).
-        like: the work of one of them, for what all of them cache.
+        like: the work of one of them, for what all of them cache and how often they run their modules.
         context: cached tokens of each sequence that a step sees, with its own. batch: sequences.
         prompt_tokens: if above 0, a pass over so many tokens of one sequence, instead of a step.
         ceilings: of the device of this name. launch: seconds of Python for each kernel that a model's own code starts.
@@ -174,7 +174,7 @@ def _predicted_parts(
         multiplied = one.macs or one.experts
         part = re.sub(r"^.*?\.\d+\.", "", name) if multiplied else BESIDE
         its_rows = batch if name == head else rows  # only the last token of a prompt needs logits
-        for place, more in enumerate((one.weight_bytes(its_rows), one.flops(0, its_rows), 1)):
+        for place, more in enumerate((one.weight_bytes(its_rows), one.flops(0, its_rows), like.repeats.get(name, 1))):
             found.setdefault(part, [0.0, 0.0, 0])[place] += more
     seen = [i + 1 for i in range(tokens)] or [context] * batch
     for layer in like.cache:
@@ -215,8 +215,7 @@ class _Launches(TorchDispatchMode):
 @torch.no_grad()
 def _launches(model: nn.Module) -> int:
     """Kernels that a model's own code starts for one decoding step, on a device on which every op is one."""
-    ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
-    cache = model(ids, use_cache=True).past_key_values
+    ids, argument, cache = read_two(model)
     with _Launches() as counter:
-        model(ids[:, :1], past_key_values=cache, use_cache=True)
+        model(ids[:, :1], use_cache=True, **{argument: cache})
     return counter.count

@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
 STACKED = "moe_num_experts"  # of modules that hold the weights of all experts in one matrix, one below the other (DBRX)
-CACHE_CLASSES = ("transformers.cache_utils", "compress.kv.")  # modules whose layers keep keys, values and states alone
+# Modules of caches and layers that keep keys, values and states alone.
+CACHE_CLASSES = ("transformers.cache_utils", "compress.kv.")
 CACHES = ("past_key_values", "cache_params")  # names of the cache among the outputs and the arguments of models
 
 
@@ -74,7 +75,7 @@ class Work:
         bytes_once: weights that are read as a whole. bytes_a_row: embeddings looked up for each row of a batch.
         macs: multiply-adds of a row with weights, without experts.
         dtype: of the computation.
-        repeats: how often a step runs each module that holds weights and runs more than once, by its name.
+        repeats: how often a step runs each module that holds weights, by its name, where that is not once.
     """
 
     bytes_once: float
@@ -133,7 +134,7 @@ def work(model: nn.Module, *, like: Work | None = None) -> Work:
 
     Args:
         model: may hold stand-ins, if `like` is given.
-        like: the work of the same model with other weights, for what it caches and which modules it runs repeatedly;
+        like: the work of the same model with other weights, for what it caches and how often it runs its modules;
             None: the model reads two tokens to find both.
     """
     floats = (p.dtype for p in model.parameters() if p.is_floating_point())
@@ -177,7 +178,9 @@ def _counted(model: nn.Module, repeats: Mapping[str, int]) -> dict[str, _Part]:
     counter.count(model)
     for name, count in repeats.items():
         part = counter.parts.get(name)
-        if part and not part.experts:  # these may run once for each expert
+        if part and not count:
+            del counter.parts[name]
+        elif part and not part.experts:  # these may run once for each expert
             part.once, part.a_row, part.macs = count * part.once, count * part.a_row, count * part.macs
     return counter.parts
 
@@ -208,7 +211,8 @@ class _Counter:
         tensors = {own: t for own, t in _stored(module, recurse=False).items() if own not in routed}
         if tensors:
             # Routers have bare matrices, like linears; kernels of convolutions are multiplied once a token, too.
-            matrices = [t for t in tensors.values() if t.dim() > 2 or (t.dim() == 2 and len(t) > 1)]
+            rows = isinstance(module, nn.Linear)  # not a bias of a router [1, experts]
+            matrices = [t for t in tensors.values() if t.dim() > 2 or (t.dim() == 2 and (rows or len(t) > 1))]
             self.parts[name] = _Part(sum(t.nbytes for t in tensors.values()), macs=sum(t.numel() for t in matrices))
         top_k = next(
             (m.top_k for m in (module, *module.children()) if isinstance(getattr(m, "top_k", None), int)), active
@@ -287,9 +291,10 @@ def cache_bytes_per_token(config: PreTrainedConfig) -> int:
     kinds, _ = get_layer_types_and_kwargs(config)
     numbers = 0
     for number, kind in enumerate(kinds):
-        if kind != "full_attention":
+        if kind not in ("full_attention", "indexed_attention", "hybrid"):
             continue
         own = config_of_layer(config, number)
+        numbers += own.index_head_dim if kind == "indexed_attention" else 0
         if getattr(own, "kv_lora_rank", None):
             numbers += own.kv_lora_rank + own.qk_rope_head_dim
         else:
@@ -310,17 +315,10 @@ def head_width(config: PreTrainedConfig) -> int:
 
 def _passed(model: nn.Module) -> tuple[tuple[CacheLayer, ...], dict[str, int]]:
     """An entry for every layer that keeps something, found by reading two tokens; and how often a step after them runs
-    each module with weights that it runs repeatedly."""
-    ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
-    output = model(ids, use_cache=True)
-    argument = next((name for name in CACHES if isinstance(output.get(name), Cache)), None)
-    if argument is None:
-        raise ValueError(
-            f"`model` ({type(model).__name__}): what it keeps of the tokens before is no cache of transformers, so "
-            "that the work of a step cannot be counted"
-        )
-    cache = output[argument]
-    if own := next((one for one in cache.layers if not type(one).__module__.startswith(CACHE_CLASSES)), None):
+    each module with weights, where that is not once. What attached methods keep (`KVLayer`) has no entry."""
+    ids, argument, cache = read_two(model)
+    parts = (cache, *cache.layers)
+    if own := next((one for one in parts if not type(one).__module__.startswith(CACHE_CLASSES)), None):
         raise ValueError(
             f"`model` ({type(model).__name__}): its own {type(own).__name__} keeps more than keys, values and states, "
             "so that the work of a step cannot be counted"
@@ -348,11 +346,44 @@ def _passed(model: nn.Module) -> tuple[tuple[CacheLayer, ...], dict[str, int]]:
     calls = Counter[str]()
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            if module._parameters or module._buffers:
-                hook = module.register_forward_pre_hook(lambda _, args, name=name: calls.update([name]))
-                stack.callback(hook.remove)
+            hook = module.register_forward_pre_hook(lambda _, args, name=name: calls.update([name]))
+            stack.callback(hook.remove)
         model(ids[:, :1], use_cache=True, **{argument: cache})
-    return tuple(layers), {name: count for name, count in calls.items() if count > 1}
+    return tuple(layers), _repeats(model, calls)
+
+
+def read_two(model: nn.Module) -> tuple[Tensor, str, Cache]:
+    """Two tokens [1, 2] that a model has read, the name of its cache among its arguments, and the cache.
+
+    Raises:
+        ValueError: what it keeps is no cache of transformers.
+    """
+    ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+    output = model(ids, use_cache=True)
+    argument = next((name for name in CACHES if isinstance(output.get(name), Cache)), None)
+    if argument is None:
+        raise ValueError(
+            f"`model` ({type(model).__name__}): what it keeps of the tokens before is no cache of transformers, so "
+            "that the work of a step cannot be counted"
+        )
+    return ids, argument, output[argument]
+
+
+def _repeats(model: nn.Module, calls: Mapping[str, int]) -> dict[str, int]:
+    """How often each module with weights ran, where that is not once; 0 if neither it nor the module that holds it did,
+    as the towers for images of a model that reads text."""
+    modules = dict(model.named_modules())
+    if (base := model.base_model_prefix) in modules and not calls.get(base):  # it runs in another way than by modules
+        return {}
+
+    def ran(name: str) -> int:
+        above = name.rpartition(".")[0]
+        while above and isinstance(modules[above], nn.ModuleList):
+            above = above.rpartition(".")[0]
+        return calls.get(name, 0) or min(calls.get(above, 0), 1)
+
+    counts = {name: ran(name) for name, module in modules.items() if module._parameters or module._buffers}
+    return {name: count for name, count in counts.items() if count != 1}
 
 
 def _of_a_position(config: PreTrainedConfig, layer: CacheLayerMixin) -> tuple[float, float, float | None]:
@@ -388,5 +419,11 @@ def _readers(config: PreTrainedConfig) -> Counter[int]:
     """How many further layers attend to the keys and values of a layer, by its number (Gemma 3n, Gemma 4)."""
     modes = getattr(config, "kv_sharing_modes", None) or []
     kinds = getattr(config, "layer_types", None) or [None] * len(modes)
-    stored = {kinds[number]: number for number, mode in enumerate(modes) if mode == "store"}
-    return Counter(stored[kinds[number]] for number, mode in enumerate(modes) if mode == "reuse")
+    stored: dict[str | None, int] = {}
+    readers = Counter[int]()
+    for number, mode in enumerate(modes):
+        if mode == "store":
+            stored[kinds[number]] = number
+        elif (mode or "").startswith("reuse"):
+            readers[stored[kinds[number]]] += 1
+    return readers
