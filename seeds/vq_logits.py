@@ -113,7 +113,7 @@ def main() -> None:
     print("| " + " | ".join(columns) + " |\n| --- | ---: | ---: | ---: | ---: |")
     for row in rows:
         print("| " + " | ".join([row["head"], *(f"{row[c]:.2f}" if c in row else "–" for c in columns[1:])]) + " |")
-    print(json.dumps(rows))
+    print(json.dumps({"rows": rows}))
 
 
 if __name__ == "__main__":
