@@ -164,7 +164,11 @@ def papermill(tmp_path, request):
             start, variables = request.getfixturevalue("forked")
         command = [*start, "papermill", f"notebooks/{name}.ipynb", str(tmp_path / "out.ipynb"), *arguments]
         environment = {**os.environ, "TORCHDYNAMO_DISABLE": str(int(not compiled)), **variables}
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600, env=environment)
+        try:
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600, env=environment)
+        except subprocess.CalledProcessError as error:
+            error.add_note(error.stderr.decode(errors="replace")[-3000:])  # else nobody knows why
+            raise
         written = tmp_path / "run" / "record.json"
         return read_record(written) if written.exists() else None
 
