@@ -15,6 +15,7 @@ from compress import METHODS, load_compressed, load_model
 from compress.guide import PAGES, updated
 from compress.method import settle
 from compress.recipe import parse_recipe
+from kernels import native
 from notebooks.batch.cli import _parser, main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -180,6 +181,15 @@ def test_code_of_the_native_step_runs_when_pasted():
     (block,) = code_of("kernels/step/README.md")
     exec(block, namespace := {})
     assert namespace["token"].shape == (1, 1)
+
+
+@pytest.mark.skipif(native.why_not() is not None, reason="no C++ kernels")
+def test_code_that_times_steps_of_several_tokens_runs_when_pasted(capsys):
+    (block,) = code_of("reports/published/speed-beside-rivals.md")
+    assert "* 30" in block
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # the block turns gradients off for all that follows
+        exec(block.replace("* 30", "* 1"), {})
+    assert list(ast.literal_eval(capsys.readouterr().out)) == [1, 8, 16]
 
 
 def test_every_python_block_of_a_guide_has_a_test():

@@ -285,7 +285,7 @@ def cache_bytes_per_token(config: PreTrainedConfig) -> int:
     any size.
 
     Layers with a window do not grow and are not counted. Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)
-    keeps one compressed vector and one rotated key for all heads.
+    keeps one compressed vector and one rotated key for all heads; an indexer keeps one key more.
     """
     config = config.get_text_config(decoder=True)
     kinds, _ = get_layer_types_and_kwargs(config)
@@ -339,7 +339,7 @@ def _passed(model: nn.Module) -> tuple[tuple[CacheLayer, ...], dict[str, int]]:
             about = _of_a_position(config_of_layer(config, number), layer) if positions else (0.0, 0.0, None)
             kept, macs, prompt_macs = about
             window, count = getattr(layer, "sliding_window", None), 1 + readers[number]
-            chosen = config.index_topk if hasattr(layer, "indexer_keys") else None
+            chosen = getattr(config, "index_topk", None) if hasattr(layer, "indexer_keys") else None
             layers.append(CacheLayer(kept, macs, window, number, count, state, state_macs, prompt_macs, chosen))
         if (index := getattr(layer, "indexer_keys", None)) is not None:
             layers.append(CacheLayer(index[..., :1, :].nbytes, config.index_n_heads * index.shape[-1], None, number))

@@ -51,8 +51,8 @@ def sparse_matmul(x: Tensor, w: SparseRows, *, impl: str = "auto") -> Tensor:
         x: [..., in], in the dtype of the values; any strides; may be empty.
         w: [out, in].
         impl: "reference" (puts the zeros back and multiplies; any device, has gradients), "cpu" (C++: up to 8 tokens
-            entries are put to their places in registers; for more, in bfloat16 with AMX, rows become tiles; else they
-            are put together in memory, some at a time),
+            entries are put to their places in registers; for more, in bfloat16 with AMX or AVX512-BF16, rows
+            become tiles; else they are put together in memory, some at a time),
             "triton" (CUDA, or the interpreter: in registers up to 64 tokens), or "auto": "cpu" if available.
 
     Returns:

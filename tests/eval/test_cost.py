@@ -114,6 +114,7 @@ def test_an_indexer_limits_what_a_query_attends_to(tiny):
     assert found.cache_bytes(many, 1) == 2 * (latents.bytes * config.index_topk + index.bytes * many)
     assert found.kept_bytes(many) == 2 * (latents.bytes + index.bytes) * many
     assert found.kept_bytes(19) == counted_by_torch(model)[1]
+    assert cache_bytes_per_token(config) == found.kept_bytes(1) / 2, "in 16 bits instead of 32"
 
 
 @torch.no_grad()

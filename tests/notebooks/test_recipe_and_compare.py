@@ -145,10 +145,12 @@ def test_recipe_refuses_before_any_work(given, message, monkeypatch, run_cells):
     assert message in str(caught.value)
 
 
-def test_the_asked_check_themselves():
+def test_the_asked_check_themselves(tiny):
     with pytest.raises(ValueError, match="`task_limit`"):
         Asked(None, task_limit=-3)
     assert isinstance(Asked(None).answers({}, None), Unasked)
+    with pytest.raises(ValueError, match="`speed_batches` compares .* is no cache of transformers"):
+        Asked(None, speed_batches=[1], speed_prompts=[8]).check(tiny("rwkv"), None)
 
 
 @pytest.mark.long
