@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+WITHOUT_HUGE_PAGES = 41  # Linux's PR_SET_THP_DISABLE, which forks inherit
 LENGTH = 8  # bytes of a request's length, which comes first; 0: a lease, for which the process stays until it is closed
 NEEDED_FIRST = ("papermill.cli", "papermill.engines", "nbclient", "jupyter_client.asynchronous", "click")
 NEEDED = (
@@ -61,10 +62,13 @@ def write_kernels(folder: str, address: str) -> None:
 
 def serve(address: str) -> None:
     """Import, listen at `address`, and fork for each request until the last lease is closed."""
+    import ctypes
     import gc
     import selectors
 
     sys.path[0] = ""
+    if sys.platform == "linux":  # seconds for each model that a notebook decodes with, which is not timed
+        ctypes.CDLL(None).prctl(WITHOUT_HUGE_PAGES, 1, 0, 0, 0)
     _import_all()
     gc.collect()
     gc.freeze()

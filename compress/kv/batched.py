@@ -1,5 +1,6 @@
 """Several compressed caches in one batch: row i of the batch reads and extends cache i."""
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from compress.kv.attention import expect, expect_again
 from compress.kv.cache import CompressedCache, attend_new
@@ -19,13 +21,16 @@ from kernels.kv_decode import in_cpp
 from kernels.kv_decode.apart import kv_append_decode
 from kernels.step.cache import NewTokens
 
+STATES = ("conv_states", "recurrent_states")  # of linear attention, state spaces and convolutions
+
 
 class CacheBatch(Cache):
     """A view of caches of one row each, all with the same number of tokens, as one batch for `past_key_values`.
 
     The layers of a pass are computed once for all rows, and attention to every cache in the form in which it keeps its
     positions: of single tokens on a CPU, where all rows only keep them, in one call of the kernel, else row by row.
-    Caches grow as if each had been used alone; they must be `paused`, because nothing is evicted here.
+    States of linear attention are joined until the end of a pass. Caches grow as if each had been used alone; they must
+    be `paused`, because nothing is evicted here.
 
     Raises:
         ValueError: a cache is not paused, or their numbers of tokens differ.
@@ -36,7 +41,8 @@ class CacheBatch(Cache):
             raise ValueError("`caches`: some may evict in this pass; set `paused` of all of them")
         if len(seen := {cache.get_seq_length() for cache in caches}) != 1:
             raise ValueError(f"`caches` have seen {sorted(seen)} tokens; they must have seen as many")
-        super().__init__(layers=caches[0].layers)  # they give transformers the positions and the size of masks
+        # Those of the first cache give transformers the positions and the size of masks.
+        super().__init__(layers=[_with_states(layers) for layers in zip(*(c.layers for c in caches), strict=True)])
         self.caches, self.model = list(caches), caches[0].model
         self._storing = storing_layers(self.model)
         self._kept: dict[int, _Kept] = {}  # by layer
@@ -173,8 +179,31 @@ class CacheBatch(Cache):
 
     def end(self) -> None:
         """Finish a pass."""
+        for number, layer in enumerate(self.layers):
+            for name, key, state in _states(layer):
+                for cache, row in zip(self.caches, state.split(1), strict=True):
+                    getattr(cache.layers[number], name)[key] = row
         for cache in self.caches:
             cache.finish()
+
+
+def _with_states(layers: Sequence[CacheLayerMixin]) -> CacheLayerMixin:
+    """The first of these layers, each of one row, with the states of all rows."""
+    if not isinstance(first := layers[0], LinearAttentionCacheLayerMixin):
+        return first
+    made = copy.copy(first)
+    for name in STATES:
+        setattr(made, name, dict(getattr(first, name)))
+    for name, key, _ in _states(first):
+        getattr(made, name)[key] = torch.cat([getattr(layer, name)[key] for layer in layers])
+    return made
+
+
+def _states(layer: CacheLayerMixin) -> list[tuple[str, int, Tensor]]:
+    """Every state of a layer: the name of the dict that holds it, its key there, and itself [rows, ...]."""
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return []
+    return [(name, key, one) for name in STATES for key, one in getattr(layer, name).items() if one is not None]
 
 
 class _Kept:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, get_layer_types_and_kwargs
 
 STACKED = "moe_num_experts"  # of modules that hold the weights of all experts in one matrix, one below the other (DBRX)
 # Modules of caches and layers that keep keys, values and states alone.
-CACHE_CLASSES = ("transformers.cache_utils", "compress.kv.")
+ATTACHED = "compress.kv."
+CACHE_CLASSES = ("transformers.cache_utils", ATTACHED, __name__)
 CACHES = ("past_key_values", "cache_params")  # names of the cache among the outputs and the arguments of models
 
 
@@ -315,7 +316,7 @@ def head_width(config: PreTrainedConfig) -> int:
 
 def _passed(model: nn.Module) -> tuple[tuple[CacheLayer, ...], dict[str, int]]:
     """An entry for every layer that keeps something, found by reading two tokens; and how often a step after them runs
-    each module with weights, where that is not once. What attached methods keep (`KVLayer`) has no entry."""
+    each module with weights, where that is not once."""
     ids, argument, cache = read_two(model)
     parts = (cache, *cache.layers)
     if own := next((one for one in parts if not type(one).__module__.startswith(CACHE_CLASSES)), None):
@@ -352,8 +353,15 @@ def _passed(model: nn.Module) -> tuple[tuple[CacheLayer, ...], dict[str, int]]:
     return tuple(layers), _repeats(model, calls)
 
 
+class _OwnCache(DynamicCache):
+    """What attached methods leave alone, without a warning."""
+
+    is_trial = True
+
+
 def read_two(model: nn.Module) -> tuple[Tensor, str, Cache]:
-    """Two tokens [1, 2] that a model has read, the name of its cache among its arguments, and the cache.
+    """Two tokens [1, 2] that a model has read, the name of its cache among its arguments, and the cache: its own, which
+    steps of every model are timed with, also where methods that compress it are attached.
 
     Raises:
         ValueError: what it keeps is no cache of transformers.
@@ -361,6 +369,9 @@ def read_two(model: nn.Module) -> tuple[Tensor, str, Cache]:
     ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
     output = model(ids, use_cache=True)
     argument = next((name for name in CACHES if isinstance(output.get(name), Cache)), None)
+    if argument and type(output[argument]).__module__.startswith(ATTACHED):
+        own = _OwnCache(config=model.config.get_text_config(decoder=True))
+        output = model(ids, use_cache=True, **{argument: own})
     if argument is None:
         raise ValueError(
             f"`model` ({type(model).__name__}): what it keeps of the tokens before is no cache of transformers, so "

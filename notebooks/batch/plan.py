@@ -61,7 +61,7 @@ class PlanRow:
     """A run of a plan.
 
     state: finished, stale (finished with other code of the workbench), running, failed, waiting. does: skip or run,
-        and the reason. seconds: the expected time, if it is known; measured: on finished runs like it.
+        and the reason. seconds: the expected time, if it is known; measured: on finished runs with its parameters.
     """
 
     planned: Planned
@@ -279,12 +279,14 @@ class _Before:
         return "finished, but its model is not saved there" if planned.values.get("save_path") else ""
 
     def likely(self, planned: Planned) -> tuple[float | None, bool]:
-        """Seconds of similar runs: with its parameters, else with its notebook and model; else the value in its sweep,
-        else an estimate. And whether they were measured."""
+        """Seconds of runs with its parameters; else of runs of its notebook and model, in proportion to their texts and
+        recipes; else the value in its sweep, else an estimate. And whether they were measured."""
         notebook, model = Path(planned.notebook).stem, str(planned.values.get("model_name"))
-        same, alike = self._same[notebook, planned.identity["parameters"]], self._alike[notebook, model]
-        took = [made["seconds"] for made in same or alike]
-        if took:
-            return statistics.median(took), True
+        if same := self._same[notebook, planned.identity["parameters"]]:
+            return statistics.median(made["seconds"] for made in same), True
         estimate = estimated_seconds(planned.notebook, planned.values)
+        if alike := self._alike[notebook, model]:
+            estimates = [estimated_seconds(planned.notebook, made["values"]) for made in alike]
+            scales = [estimate / one if estimate and one else 1.0 for one in estimates]
+            return statistics.median(s * made["seconds"] for s, made in zip(scales, alike, strict=True)), False
         return estimate if planned.expected_s is None else planned.expected_s, False

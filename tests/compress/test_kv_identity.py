@@ -140,6 +140,25 @@ def test_copies_of_hybrids_share_no_state(kind, tokens):
                 assert_close(step[:, 0], told[:, at - 30], **NEAR)
 
 
+@pytest.mark.parametrize("kind", ["lfm2", "granitemoehybrid"])
+def test_hybrids_decode_in_a_batch_of_caches(kind, tokens):
+    """Each row with its own states, which the caches have again behind every pass."""
+    model, ids = decoder(kind), torch.cat(tokens(2, 24))
+    with attached(model, "kv_int(bits=8, group_size=32)") as attachment:
+        caches = [attachment.cache(), attachment.cache()]
+        for cache, row in zip(caches, ids.split(1), strict=True):
+            model(row[:, :20], past_key_values=cache)
+            cache.paused = True
+        alone, batch = copy.deepcopy(caches), CacheBatch(caches)
+        for at in (20, 21, 22):
+            rows = model(ids[:, at : at + 1], past_key_values=batch).logits
+            for i, cache in enumerate(alone):
+                assert_close(rows[i], model(ids[i : i + 1, at : at + 1], past_key_values=cache).logits[0], **NEAR)
+        for mine, other, row in zip(caches, alone, ids.split(1), strict=True):
+            after, told = (model(row[:, 23:], past_key_values=cache).logits for cache in (mine, other))
+            assert_close(after, told, **NEAR)
+
+
 @pytest.mark.parametrize(
     "kind, without", [("smollm3", [3]), ("cohere2", [3]), ("exaone4", [3]), ("gemma4_text", []), ("gemma3n_text", []),
                       ("glm4", []), ("llama", []), ("gpt_oss", [])]

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from compress import METHODS, apply
+from compress.kv.attach import attach
 from compress.walk.experts import split_experts
 from eval.machine.size import size
 from eval.record.reading import plain, row
@@ -38,6 +40,17 @@ def test_a_tiny_llama_by_hand(tiny):
     assert work(tiny("llama", tie_word_embeddings=True)).bytes_once == found.bytes_once, (
         "a tied head is read as a matrix"
     )
+
+
+@pytest.mark.parametrize("recipe", ["snapkv(budget=0.5)", "kv_int(bits=4)", "quest(budget=0.5, page=2, full_layers=0)"])
+def test_a_cache_that_a_method_compresses_counts_as_the_one_that_is_timed(tiny, recipe):
+    """Every model is timed with a static cache in 16 bits, so that what is attached changes no prediction."""
+    model = tiny("llama")
+    plain, half = work(model), work(deployed(model))
+    attach(model, recipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plain.cache_bytes(10, 3) > 0 and work(model) == plain and work(deployed(model)) == half
 
 
 @torch.no_grad()

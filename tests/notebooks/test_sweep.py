@@ -436,6 +436,16 @@ def test_the_estimate_of_a_run_follows_its_model_and_its_recipes():
     assert estimated_seconds("recipe", two) == pytest.approx(4 * estimated_seconds("recipe", usual))
 
 
+def test_finished_runs_of_a_model_tell_how_long_larger_ones_take(tmp_path, monkeypatch, sweep):
+    """Twice the recipes take twice as long; with the same parameters the time is that which was measured."""
+    runs = "runs: [{notebook: recipe, base: {model_name: tiny, compare: %s}}]"
+    (row,) = plan(sweep(text=runs % "''"), runs=tmp_path).rows
+    made = {"notebook": "recipe", "values": row.planned.values, "identity": row.planned.identity, "seconds": 100.0}
+    monkeypatch.setattr("notebooks.batch.plan.finished_runs", lambda folder: [made | {"finished": "2026-01-01T00:00"}])
+    (again,), (larger,) = (plan(sweep(text=runs % more), runs=tmp_path).rows for more in ("''", "rtn; awq; gptq"))
+    assert (again.seconds, again.measured, larger.seconds, larger.measured) == (100.0, True, 400.0, False)
+
+
 def test_a_plan_has_a_time_for_runs_that_were_never_run(sweep, runs):
     shown = str(plan(sweep(text="runs: [{notebook: gptq, base: {model_name: tiny, samples: 64}}]"), runs=runs))
     assert re.search(r" ~\d+ s ", shown) and re.search(r"1 to run, about \d+ s one after another", shown)

@@ -35,6 +35,7 @@ def estimated_seconds(notebook: str | Path, values: dict[str, Any]) -> float | N
     if (stated := written_seconds(notebook)) is None:
         return None
     usual = {name: parameter.default for name, parameter in read_parameters(notebook).items()}
+    values = usual | values
     return stated * _size(values.get(MODEL), usual.get(MODEL)) * _amount(values, usual) * _recipes(values, usual)
 
 
