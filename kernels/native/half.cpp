@@ -26,6 +26,8 @@ constexpr int64_t GRAIN = 32768;  // weights worth a thread
 // Bytes ahead of the loops for which memory is asked. The processor by itself does not look far enough ahead: least where zeros are
 // skipped, because a line of memory then takes several times as many instructions.
 constexpr int AHEAD = 4096;
+// For products with so many tokens, memory is asked for further ahead, and into L2: L1 waits for fewer lines at once than their time asks for.
+constexpr int FAR_TOKENS = 3, FAR_AHEAD = 8192;
 
 struct Matrix {
   const uint16_t* w;  // [out, in]; or the weights that are kept, row by row
@@ -198,6 +200,7 @@ using bf16_avx512::STEP, bf16_avx512::BYTES, bf16_avx512::BFLOAT16, bf16_avx512:
 using bf16_avx512::zero, bf16_avx512::add, bf16_avx512::madd, bf16_avx512::totals;
 struct Row : KeptRow {
   INLINED Row(const Matrix& m, int64_t row) : KeptRow(m, row) {}
+  template <int T>
   INLINED Word next() { return next_32(mask, w, end); }
 };
 #include "half.inc"
@@ -207,6 +210,7 @@ using fp16_avx512::STEP, fp16_avx512::BYTES, fp16_avx512::BFLOAT16, fp16_avx512:
 using fp16_avx512::zero, fp16_avx512::add, fp16_avx512::madd, fp16_avx512::totals;
 struct Row : KeptRow {
   INLINED Row(const Matrix& m, int64_t row) : KeptRow(m, row) {}
+  template <int T>
   INLINED Word next() { return _mm512_cvtph_ps(next_16(mask, w, end)); }
 };
 #include "half.inc"
@@ -219,6 +223,7 @@ using bf16_avx512bf16::STEP, bf16_avx512bf16::BYTES, bf16_avx512bf16::BFLOAT16, 
 using bf16_avx512bf16::zero, bf16_avx512bf16::add, bf16_avx512bf16::madd, bf16_avx512bf16::totals;
 struct Row : KeptRow {
   INLINED Row(const Matrix& m, int64_t row) : KeptRow(m, row) {}
+  template <int T>
   INLINED Word next() { return (Word)next_32(mask, w, end); }
 };
 #include "half.inc"
