@@ -67,7 +67,7 @@ def serve(address: str) -> None:
     import selectors
 
     sys.path[0] = ""
-    if sys.platform == "linux":  # seconds for each model that a notebook decodes with, which is not timed
+    if sys.platform == "linux":  # moving the weights of a model takes seconds, and no forked notebook is timed
         ctypes.CDLL(None).prctl(WITHOUT_HUGE_PAGES, 1, 0, 0, 0)
     _import_all()
     gc.collect()

@@ -12,7 +12,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from compress.kv.attention import expect, expect_again
-from compress.kv.cache import CompressedCache, attend_new
+from compress.kv.cache import STATES, CompressedCache, attend_new
 from compress.kv.layer import KERNEL_DTYPES, KVLayer
 from compress.kv.precision import Precision
 from compress.kv.storage import DividedSlab, Slab
@@ -21,19 +21,17 @@ from kernels.kv_decode import in_cpp
 from kernels.kv_decode.apart import kv_append_decode
 from kernels.step.cache import NewTokens
 
-STATES = ("conv_states", "recurrent_states")  # of linear attention, state spaces and convolutions
-
-
 class CacheBatch(Cache):
     """A view of caches of one row each, all with the same number of tokens, as one batch for `past_key_values`.
 
     The layers of a pass are computed once for all rows, and attention to every cache in the form in which it keeps its
     positions: of single tokens on a CPU, where all rows only keep them, in one call of the kernel, else row by row.
-    States of linear attention are joined until the end of a pass. Caches grow as if each had been used alone; they must
-    be `paused`, because nothing is evicted here.
+    States of linear attention are joined, and the caches hold their rows of them. Caches grow as if each had been used
+    alone; they must be `paused`, because nothing is evicted here.
 
     Raises:
-        ValueError: a cache is not paused, or their numbers of tokens differ.
+        ValueError: a cache is not paused, or their numbers of tokens differ; states of linear attention are not there
+            yet, or kept so that tokens can be removed.
     """
 
     def __init__(self, caches: Sequence[CompressedCache]) -> None:
@@ -41,6 +39,12 @@ class CacheBatch(Cache):
             raise ValueError("`caches`: some may evict in this pass; set `paused` of all of them")
         if len(seen := {cache.get_seq_length() for cache in caches}) != 1:
             raise ValueError(f"`caches` have seen {sorted(seen)} tokens; they must have seen as many")
+        linear = [x for c in caches for x in c.layers if isinstance(x, LinearAttentionCacheLayerMixin)]
+        if any(layer.record_past or not _states(layer) for layer in linear):
+            raise ValueError(
+                "`caches`: states of linear attention must be those behind a prompt, and not recorded for guesses; "
+                "let the model read a prompt with each cache first"
+            )
         # Those of the first cache give transformers the positions and the size of masks.
         super().__init__(layers=[_with_states(layers) for layers in zip(*(c.layers for c in caches), strict=True)])
         self.caches, self.model = list(caches), caches[0].model
@@ -180,9 +184,7 @@ class CacheBatch(Cache):
     def end(self) -> None:
         """Finish a pass."""
         for number, layer in enumerate(self.layers):
-            for name, key, state in _states(layer):
-                for cache, row in zip(self.caches, state.split(1), strict=True):
-                    getattr(cache.layers[number], name)[key] = row
+            _hand_out(layer, [cache.layers[number] for cache in self.caches])  # some models replace their states
         for cache in self.caches:
             cache.finish()
 
@@ -196,7 +198,15 @@ def _with_states(layers: Sequence[CacheLayerMixin]) -> CacheLayerMixin:
         setattr(made, name, dict(getattr(first, name)))
     for name, key, _ in _states(first):
         getattr(made, name)[key] = torch.cat([getattr(layer, name)[key] for layer in layers])
+    _hand_out(made, layers)
     return made
+
+
+def _hand_out(joined: CacheLayerMixin, layers: Sequence[CacheLayerMixin]) -> None:
+    """Give each layer its row of the joined states."""
+    for name, key, state in _states(joined):
+        for layer, row in zip(layers, state.split(1), strict=True):
+            getattr(layer, name)[key] = row
 
 
 def _states(layer: CacheLayerMixin) -> list[tuple[str, int, Tensor]]:

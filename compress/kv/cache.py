@@ -39,6 +39,8 @@ INTERVAL = 8  # while text is generated, evict after this number of tokens, or a
 # Attributes that a copy of an observing cache's layer does not share with it.
 OWN = ("slabs", "queries", "asked", "hidden", "positions", "precision", "lesser", "evicts", "remembers", "traces")
 
+STATES = ("conv_states", "recurrent_states")  # of linear attention, state spaces and convolutions
+
 
 class CompressedCache(Cache):
     """The cache of one conversation, batch or beam. It evicts by `policy`, stores by `storage`, reads by `reading`, and
@@ -187,7 +189,7 @@ class CompressedCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor in the cache: codes, scales, slack, the memories of policies, other layers."""
-        return sum(t.untyped_storage().nbytes() for t in self._tensors())
+        return sum(t.untyped_storage().nbytes() for t in self._tensors()) + sum(t.nbytes for t in self._states())
 
     @property
     def nbytes_16(self) -> int:
@@ -196,6 +198,7 @@ class CompressedCache(Cache):
         wide = [t for t in self._tensors() if t.dtype == torch.float32 and t.dim() == 4]
         traced = [] if self._needs_places else [x.positions.buffer for x in self.own if x.positions is not None]
         less = sum(t.untyped_storage().nbytes() for t in traced)
+        less += sum(t.nbytes // 2 for t in self._states() if t.dtype == torch.float32 and t.dim() == 4)
         return self.nbytes - sum(t.untyped_storage().nbytes() // 2 for t in wide) - less
 
     def _tensors(self) -> list[Tensor]:
@@ -203,10 +206,13 @@ class CompressedCache(Cache):
         for layer in self.layers:
             if not isinstance(layer, KVLayer):
                 kept = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
-                for name in ("conv_states", "recurrent_states"):
-                    kept += (getattr(layer, name, None) or {}).values()
                 found += [t for t in kept if t is not None]
         return [*found, *self.ids, *self.masks, *([] if self.mask is None else [self.mask])]
+
+    def _states(self) -> list[Tensor]:
+        """States of linear attention, which may be rows of those of a batch."""
+        held = [getattr(layer, name, None) or {} for layer in self.layers for name in STATES]
+        return [state for states in held for state in states.values() if state is not None]
 
     @property
     def is_croppable(self) -> bool:

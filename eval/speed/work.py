@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, get_layer_types_and_kwargs
 
 STACKED = "moe_num_experts"  # of modules that hold the weights of all experts in one matrix, one below the other (DBRX)
+ATTACHED = "compress.kv."  # of the caches of attached methods
 # Modules of caches and layers that keep keys, values and states alone.
-ATTACHED = "compress.kv."
 CACHE_CLASSES = ("transformers.cache_utils", ATTACHED, __name__)
 CACHES = ("past_key_values", "cache_params")  # names of the cache among the outputs and the arguments of models
 
@@ -360,8 +360,8 @@ class _OwnCache(DynamicCache):
 
 
 def read_two(model: nn.Module) -> tuple[Tensor, str, Cache]:
-    """Two tokens [1, 2] that a model has read, the name of its cache among its arguments, and the cache: its own, which
-    steps of every model are timed with, also where methods that compress it are attached.
+    """Two tokens [1, 2] that a model has read, the name of its cache among its arguments, and the cache: its own, with
+    which steps are timed, also if a method that compresses caches is attached.
 
     Raises:
         ValueError: what it keeps is no cache of transformers.

@@ -26,7 +26,7 @@ constexpr int64_t GRAIN = 32768;  // weights worth a thread
 // Bytes ahead of the loops for which memory is asked. The processor by itself does not look far enough ahead: least where zeros are
 // skipped, because a line of memory then takes several times as many instructions.
 constexpr int AHEAD = 4096;
-// For products with so many tokens, memory is asked for further ahead, and into L2: L1 waits for fewer lines at once than their time asks for.
+// For groups of so many tokens, memory is asked for further ahead, and into L2: L1 supports too few outstanding lines.
 constexpr int FAR_TOKENS = 3, FAR_AHEAD = 8192;
 
 struct Matrix {
@@ -41,7 +41,6 @@ struct Tokens {
   const void* items;
   const float* values;  // [tokens, in]
   int64_t stride;       // bytes from token to token
-  int64_t count;        // of tokens
 };
 
 // sums[ROWS][TOKENS] of `rows` rows from `row` on and of `tokens` tokens.
@@ -318,7 +317,7 @@ struct Portable {
 template <Loop LOOP, bool AS_STORED>
 void some_rows(const workbench::Stored& w, const workbench::Operand& x, int64_t begin, int64_t end, float* y) {
   const Matrix m{static_cast<const uint16_t*>(w.data), w.out, w.in, w.mask, w.starts};
-  const Tokens items{x.items, x.values, w.in * (AS_STORED ? 2 : 4), x.tokens};
+  const Tokens items{x.items, x.values, w.in * (AS_STORED ? 2 : 4)};
   float sums[ROWS * TOKENS];
   for (int64_t row = begin; row < end; row += ROWS) {
     const int rows = int(end - row < ROWS ? end - row : ROWS);
@@ -464,9 +463,9 @@ struct Laid {
       values.reset(new float[count * in]);
       for (int64_t i = 0; i < count * in; i++) values[i] = widened(bits[i], bfloat16);
     }
-    tokens = {bits, values.get(), in * 2, count};
+    tokens = {bits, values.get(), in * 2};
     if (way.items == Items::stored) return;
-    tokens = {values.get(), values.get(), in * 4, count};
+    tokens = {values.get(), values.get(), in * 4};
     if (way.items == Items::widened) return;
     mixed.reset(new float[count * in]);
     const int64_t half = way.step / 2;

@@ -46,7 +46,7 @@ from notebooks.batch.status import (
     varied_parameters,
 )
 from notebooks.batch.sweep import Planned, Sweep, read_sweep
-from notebooks.batch.sweep.estimate import estimated_seconds
+from notebooks.batch.sweep.estimate import estimated_seconds, usual_values, work_of
 from notebooks.batch.sweep.files import MadeFile, make_files, missing
 from notebooks.batch.track import check_tracker, track
 from notebooks.study.identity import packages_code
@@ -263,6 +263,7 @@ class _Before:
     def __init__(self, runs: Path):
         self._same: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
         self._alike: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+        self._usual: dict[str, dict[str, Any]] = {}  # the defaults of notebooks
         for made in finished_runs(runs):
             notebook = Path(made["notebook"]).stem
             self._same[notebook, str(made["identity"].get("parameters"))].append(made)
@@ -284,9 +285,9 @@ class _Before:
         notebook, model = Path(planned.notebook).stem, str(planned.values.get("model_name"))
         if same := self._same[notebook, planned.identity["parameters"]]:
             return statistics.median(made["seconds"] for made in same), True
-        estimate = estimated_seconds(planned.notebook, planned.values)
         if alike := self._alike[notebook, model]:
-            estimates = [estimated_seconds(planned.notebook, made["values"]) for made in alike]
-            scales = [estimate / one if estimate and one else 1.0 for one in estimates]
+            usual = self._usual.setdefault(notebook, usual_values(planned.notebook))
+            asked, works = work_of(planned.values, usual), [work_of(made["values"], usual) for made in alike]
+            scales = [asked / one if asked and one else 1.0 for one in works]
             return statistics.median(s * made["seconds"] for s, made in zip(scales, alike, strict=True)), False
-        return estimate if planned.expected_s is None else planned.expected_s, False
+        return planned.expected_s or estimated_seconds(planned.notebook, planned.values), False

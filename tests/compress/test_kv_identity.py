@@ -155,8 +155,12 @@ def test_hybrids_decode_in_a_batch_of_caches(kind, tokens):
             for i, cache in enumerate(alone):
                 assert_close(rows[i], model(ids[i : i + 1, at : at + 1], past_key_values=cache).logits[0], **NEAR)
         for mine, other, row in zip(caches, alone, ids.split(1), strict=True):
+            assert mine.nbytes == other.nbytes and mine.nbytes_16 == other.nbytes_16
             after, told = (model(row[:, 23:], past_key_values=cache).logits for cache in (mine, other))
             assert_close(after, told, **NEAR)
+        (empty := attachment.cache()).paused = True
+        with pytest.raises(ValueError, match="states of linear attention must be those behind a prompt"):
+            CacheBatch([empty])
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,6 @@ def in_one_step_and_alone(program: Program, position: int, tokens: int, dtype: t
             assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
 
 
-@pytest.mark.in_turns
 @pytest.mark.parametrize("isa", native.ISAS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kinds", MIXTURES)

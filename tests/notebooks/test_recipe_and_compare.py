@@ -172,7 +172,7 @@ def test_recipe_runs_on_the_real_model(papermill, data):
     assert base["perplexity_pydocs"] < two["perplexity_pydocs"] / 10
     paired = made["tasks"]["compared"]["compressed"]["arc_easy_local"]
     assert paired["n"] == 5 and paired["right_to_wrong"] + paired["wrong_to_right"] + paired["same"] == 5
-    assert 1 > base["acc_norm_arc_easy_local"] > two["acc_norm_arc_easy_local"] and base["acc_arc_easy_local"] < 1
+    assert 1 > base["acc_norm_arc_easy_local"] >= two["acc_norm_arc_easy_local"]
 
 
 RECORDS = sorted(map(str, PUBLISHED.glob("*smollm2*.json")))

@@ -437,13 +437,16 @@ def test_the_estimate_of_a_run_follows_its_model_and_its_recipes():
 
 
 def test_finished_runs_of_a_model_tell_how_long_larger_ones_take(tmp_path, monkeypatch, sweep):
-    """Twice the recipes take twice as long; with the same parameters the time is that which was measured."""
+    """Four recipes take four times as long as one; with the same parameters the time is that which was measured. Values
+    of another version of the notebook scale nothing."""
     runs = "runs: [{notebook: recipe, base: {model_name: tiny, compare: %s}}]"
     (row,) = plan(sweep(text=runs % "''"), runs=tmp_path).rows
     made = {"notebook": "recipe", "values": row.planned.values, "identity": row.planned.identity, "seconds": 100.0}
     monkeypatch.setattr("notebooks.batch.plan.finished_runs", lambda folder: [made | {"finished": "2026-01-01T00:00"}])
     (again,), (larger,) = (plan(sweep(text=runs % more), runs=tmp_path).rows for more in ("''", "rtn; awq; gptq"))
     assert (again.seconds, again.measured, larger.seconds, larger.measured) == (100.0, True, 400.0, False)
+    made["values"] = made["values"] | {"tasks": "hellaswag", "samples": None}
+    assert plan(sweep(text=runs % "rtn; awq; gptq"), runs=tmp_path).rows[0].seconds == 100.0
 
 
 def test_a_plan_has_a_time_for_runs_that_were_never_run(sweep, runs):

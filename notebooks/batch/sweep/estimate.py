@@ -34,9 +34,23 @@ def estimated_seconds(notebook: str | Path, values: dict[str, Any]) -> float | N
     """The expected time of a run with these parameters; None if its notebook states no time."""
     if (stated := written_seconds(notebook)) is None:
         return None
-    usual = {name: parameter.default for name, parameter in read_parameters(notebook).items()}
+    usual = usual_values(notebook)
+    return stated * _size(values.get(MODEL), usual.get(MODEL)) * (work_of(values, usual) or 1.0)
+
+
+def usual_values(notebook: str | Path) -> dict[str, Any]:
+    """{parameter: its default} of a notebook."""
+    return {name: parameter.default for name, parameter in read_parameters(notebook).items()}
+
+
+def work_of(values: dict[str, Any], usual: dict[str, Any]) -> float | None:
+    """The work of a run on its texts and recipes, for that with the usual parameters of its notebook and the same model;
+    None if the values are not of this notebook."""
     values = usual | values
-    return stated * _size(values.get(MODEL), usual.get(MODEL)) * _amount(values, usual) * _recipes(values, usual)
+    try:
+        return _amount(values, usual) * _recipes(values, usual)
+    except (TypeError, ValueError):
+        return None
 
 
 def _size(model: Any, usual: Any) -> float:
