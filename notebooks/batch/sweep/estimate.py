@@ -44,8 +44,8 @@ def usual_values(notebook: str | Path) -> dict[str, Any]:
 
 
 def work_of(values: dict[str, Any], usual: dict[str, Any]) -> float | None:
-    """The work of a run on its texts and recipes, for that with the usual parameters of its notebook and the same model;
-    None if the values are not of this notebook."""
+    """The work of a run on its texts and recipes, relative to that with the usual parameters of its notebook; None if
+    the values are not those of this notebook."""
     values = usual | values
     try:
         return _amount(values, usual) * _recipes(values, usual)
