@@ -21,6 +21,7 @@ from kernels.kv_decode import in_cpp
 from kernels.kv_decode.apart import kv_append_decode
 from kernels.step.cache import NewTokens
 
+
 class CacheBatch(Cache):
     """A view of caches of one row each, all with the same number of tokens, as one batch for `past_key_values`.
 
