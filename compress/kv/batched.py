@@ -12,7 +12,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from compress.kv.attention import expect, expect_again
-from compress.kv.cache import STATES, CompressedCache, attend_new
+from compress.kv.cache import STATES, CompressedCache, attend_new, states_of
 from compress.kv.layer import KERNEL_DTYPES, KVLayer
 from compress.kv.precision import Precision
 from compress.kv.storage import DividedSlab, Slab
@@ -41,7 +41,7 @@ class CacheBatch(Cache):
         if len(seen := {cache.get_seq_length() for cache in caches}) != 1:
             raise ValueError(f"`caches` have seen {sorted(seen)} tokens; they must have seen as many")
         linear = [x for c in caches for x in c.layers if isinstance(x, LinearAttentionCacheLayerMixin)]
-        if any(layer.record_past or not _states(layer) for layer in linear):
+        if any(layer.record_past or not states_of(layer) for layer in linear):
             raise ValueError(
                 "`caches`: states of linear attention must be those behind a prompt, and not recorded for guesses; "
                 "let the model read a prompt with each cache first"
@@ -197,7 +197,7 @@ def _with_states(layers: Sequence[CacheLayerMixin]) -> CacheLayerMixin:
     made = copy.copy(first)
     for name in STATES:
         setattr(made, name, dict(getattr(first, name)))
-    for name, key, _ in _states(first):
+    for name, key, _ in states_of(first):
         getattr(made, name)[key] = torch.cat([getattr(layer, name)[key] for layer in layers])
     _hand_out(made, layers)
     return made
@@ -205,16 +205,9 @@ def _with_states(layers: Sequence[CacheLayerMixin]) -> CacheLayerMixin:
 
 def _hand_out(joined: CacheLayerMixin, layers: Sequence[CacheLayerMixin]) -> None:
     """Give each layer its row of the joined states."""
-    for name, key, state in _states(joined):
+    for name, key, state in states_of(joined):
         for layer, row in zip(layers, state.split(1), strict=True):
             getattr(layer, name)[key] = row
-
-
-def _states(layer: CacheLayerMixin) -> list[tuple[str, int, Tensor]]:
-    """Every state of a layer: the name of the dict that holds it, its key there, and itself [rows, ...]."""
-    if not isinstance(layer, LinearAttentionCacheLayerMixin):
-        return []
-    return [(name, key, one) for name in STATES for key, one in getattr(layer, name).items() if one is not None]
 
 
 class _Kept:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
-from transformers.cache_utils import DynamicSlidingWindowLayer, get_layer_types_and_kwargs
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
 from compress.kv.allocation import OF_ALL_LAYERS, of_layer
 from compress.kv.attention import attention, expect, expect_again, note_hidden, noted_hidden
@@ -40,6 +40,12 @@ INTERVAL = 8  # while text is generated, evict after this number of tokens, or a
 OWN = ("slabs", "queries", "asked", "hidden", "positions", "precision", "lesser", "evicts", "remembers", "traces")
 
 STATES = ("conv_states", "recurrent_states")  # of linear attention, state spaces and convolutions
+
+
+def states_of(layer: CacheLayerMixin) -> list[tuple[str, int, Tensor]]:
+    """Every state of a layer: the name of the dict that holds it, its key there, and itself [rows, ...]."""
+    held = [(name, getattr(layer, name, None) or {}) for name in STATES]
+    return [(name, key, one) for name, states in held for key, one in states.items() if one is not None]
 
 
 class CompressedCache(Cache):
@@ -211,8 +217,7 @@ class CompressedCache(Cache):
 
     def _states(self) -> list[Tensor]:
         """States of linear attention, which may be rows of those of a batch."""
-        held = [getattr(layer, name, None) or {} for layer in self.layers for name in STATES]
-        return [state for states in held for state in states.values() if state is not None]
+        return [state for layer in self.layers for _, _, state in states_of(layer)]
 
     @property
     def is_croppable(self) -> bool:

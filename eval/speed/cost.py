@@ -101,8 +101,8 @@ def cost_model(models: Mapping[str, nn.Module], speed_rows: Sequence[GridRow], c
     """Predictions for bfloat16 copies of models, together with their measurements.
 
     Timed models may do more work than predicted (16-bit weights with stored zeros, masked positions of a static cache),
-    or less, if weights fit into a processor's cache: the ceilings are those of main memory. Steps are timed
-    with a cache in 16 bits that no method compresses, and this cache is counted.
+    or less, if weights fit into a processor's cache: the ceilings are those of main memory. Steps are timed with
+    a cache in 16 bits that no method compresses, and this cache is counted.
 
     Args:
         models: {name: model}.

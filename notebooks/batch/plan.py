@@ -263,7 +263,7 @@ class _Before:
     def __init__(self, runs: Path):
         self._same: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
         self._alike: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-        self._usual: dict[str, dict[str, Any]] = {}  # the defaults of notebooks
+        self._works: dict[tuple[str, str], tuple[dict[str, Any], list[tuple[float, float | None]]]] = {}
         for made in finished_runs(runs):
             notebook = Path(made["notebook"]).stem
             self._same[notebook, str(made["identity"].get("parameters"))].append(made)
@@ -285,9 +285,18 @@ class _Before:
         notebook, model = Path(planned.notebook).stem, str(planned.values.get("model_name"))
         if same := self._same[notebook, planned.identity["parameters"]]:
             return statistics.median(made["seconds"] for made in same), True
-        if alike := self._alike[notebook, model]:
-            usual = self._usual.setdefault(notebook, usual_values(planned.notebook))
-            asked, works = work_of(planned.values, usual), [work_of(made["values"], usual) for made in alike]
-            scales = [asked / one if asked and one else 1.0 for one in works]
-            return statistics.median(s * made["seconds"] for s, made in zip(scales, alike, strict=True)), False
-        return planned.expected_s or estimated_seconds(planned.notebook, planned.values), False
+        if self._alike[notebook, model]:
+            usual, done = self._done(str(planned.notebook), model)
+            asked = work_of(planned.values, usual)
+            return statistics.median(took * asked / work if asked and work else took for took, work in done), False
+        if planned.expected_s is not None:
+            return planned.expected_s, False
+        return estimated_seconds(planned.notebook, planned.values), False
+
+    def _done(self, notebook: str, model: str) -> tuple[dict[str, Any], list[tuple[float, float | None]]]:
+        """The defaults of a notebook, and the seconds and the work of every finished run of it and this model; found
+        once, because a plan asks for each of its runs."""
+        if (notebook, model) not in self._works:
+            usual, alike = usual_values(notebook), self._alike[Path(notebook).stem, model]
+            self._works[notebook, model] = usual, [(made["seconds"], work_of(made["values"], usual)) for made in alike]
+        return self._works[notebook, model]
