@@ -12,8 +12,8 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from compress.kv.attention import expect, expect_again
-from compress.kv.cache import STATES, CompressedCache, attend_new, states_of
-from compress.kv.layer import KERNEL_DTYPES, KVLayer
+from compress.kv.cache import CompressedCache, attend_new
+from compress.kv.layer import KERNEL_DTYPES, STATES, HybridLayer, KVLayer, states_of
 from compress.kv.precision import Precision
 from compress.kv.storage import DividedSlab, Slab
 from compress.kv.support import storing_layers
@@ -185,7 +185,10 @@ class CacheBatch(Cache):
     def end(self) -> None:
         """Finish a pass."""
         for number, layer in enumerate(self.layers):
-            _hand_out(layer, [cache.layers[number] for cache in self.caches])  # some models replace their states
+            own = [cache.layers[number] for cache in self.caches]
+            _hand_out(layer, own)  # some models replace their states
+            if isinstance(layer, HybridLayer):  # a copy of the first one
+                layer.seen = own[0].seen
         for cache in self.caches:
             cache.finish()
 

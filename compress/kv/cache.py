@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as LAYER_TYPES
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer, get_layer_types_and_kwargs
+from transformers.cache_utils import DynamicSlidingWindowLayer, get_layer_types_and_kwargs
 
 from compress.kv.allocation import OF_ALL_LAYERS, of_layer
 from compress.kv.attention import attention, expect, expect_again, note_hidden, noted_hidden
 from compress.kv.growing import Growing
-from compress.kv.layer import EXACT, KERNEL_TOKENS, KVLayer, packed
+from compress.kv.layer import EXACT, KERNEL_TOKENS, HybridLayer, KVLayer, packed, states_of
 from compress.kv.policy import Policy, Projecting, Storage, precisions_of
 from compress.kv.reading.method import Reading
 from compress.kv.reading.reader import Reader
@@ -31,21 +31,13 @@ from compress.kv.rotation import learned_rotations, turn_of
 from compress.kv.steps.copied import append_read, stored_layers, why_layers_differ, why_policy_reads
 from compress.kv.steps.windows import lend_window
 from compress.kv.storage import joined, slabs_of
-from compress.kv.support import keeping_layers, storing_layers
+from compress.kv.support import KEEPING, keeping_layers, storing_layers
 from kernels.step.cache import NewTokens
 from kernels.step.cache_view import CacheView, StoredLayer
 
 INTERVAL = 8  # while text is generated, evict after this number of tokens, or an eighth of the budget
 # Attributes that a copy of an observing cache's layer does not share with it.
 OWN = ("slabs", "queries", "asked", "hidden", "positions", "precision", "lesser", "evicts", "remembers", "traces")
-
-STATES = ("conv_states", "recurrent_states")  # of linear attention, state spaces and convolutions
-
-
-def states_of(layer: CacheLayerMixin) -> list[tuple[str, int, Tensor]]:
-    """Every state of a layer: the name of the dict that holds it, its key there, and itself [rows, ...]."""
-    held = [(name, getattr(layer, name, None) or {}) for name in STATES]
-    return [(name, key, one) for name, states in held for key, one in states.items() if one is not None]
 
 
 class CompressedCache(Cache):
@@ -92,7 +84,7 @@ class CompressedCache(Cache):
         if isinstance(settings, dict):  # older versions of transformers: the same for all layers
             settings = [settings] * len(kinds)
         layers = [
-            self._layer(number) if kind == "full_attention" else LAYER_TYPES[kind](**more)
+            self._layer(number, kind, more) if kind in KEEPING else LAYER_TYPES[kind](**more)
             for number, (kind, more) in enumerate(zip(kinds, settings, strict=True))
         ]
         super().__init__(layers=layers)
@@ -106,15 +98,17 @@ class CompressedCache(Cache):
         self._unkept: list[Callable[[], None]] = []  # keep the tokens of layers whose keys later layers read, too
         self.reader = None if reading is None else Reader(reading, self._keeping)
 
-    def _layer(self, number: int) -> KVLayer:
+    def _layer(self, number: int, kind: str, settings: dict[str, Any]) -> KVLayer:
         policy = self.policy
-        return KVLayer(
-            number,
+        how = {
             **precisions_of(number, self.storage, self.projecting),
-            evicts=policy is not None,
-            remembers=policy.memory_dtype if policy is not None and policy.remembers else None,
-            traces=self.traces or self._needs_places,
-        )
+            "evicts": policy is not None,
+            "remembers": policy.memory_dtype if policy is not None and policy.remembers else None,
+            "traces": self.traces or self._needs_places,
+        }
+        if kind == "hybrid":
+            return HybridLayer(number, states=settings.get("number_of_states", 1), **how)
+        return KVLayer(number, **how)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -179,8 +173,8 @@ class CompressedCache(Cache):
 
     @property
     def knows_padding(self) -> bool:
-        """Whether every layer leaves padding out; transformers' own layers with a window keep it."""
-        return len(self.own) == len(self.layers)
+        """Whether every layer leaves padding out; transformers' own layers with a window keep it, and states may."""
+        return all(type(layer) is KVLayer for layer in self.layers)
 
     @property
     def own(self) -> list[KVLayer]:
@@ -237,7 +231,11 @@ class CompressedCache(Cache):
     def looking(self, listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None]) -> Iterator[None]:
         """Passes in the context do not change the cache; `listener` gets each layer, its queries, its new keys, and
         a mask of real tokens."""
-        others = [(layer, copy.deepcopy(vars(layer))) for layer in self.layers if not isinstance(layer, KVLayer)]
+        others = [
+            (layer, layer.copy_states() if isinstance(layer, HybridLayer) else copy.deepcopy(vars(layer)))
+            for layer in self.layers
+            if type(layer) is not KVLayer
+        ]
         self.listener = listener
         try:
             yield
@@ -264,6 +262,8 @@ class CompressedCache(Cache):
                 vars(layer).update(copy.deepcopy(vars(other)))
                 continue
             vars(layer).update({k: v for k, v in vars(other).items() if k not in OWN})
+            if isinstance(layer, HybridLayer):
+                vars(layer).update(other.copy_states())
             layer.positions = copy.deepcopy(other.positions)
             if other.slabs:
                 k, v, _ = joined(other.slabs)

@@ -77,7 +77,9 @@ def _compare(model: nn.Module, name: str, attached: Attached) -> None:
         if not own.isfinite().all():
             raise ValueError(f"`model` ({name}) gives logits that are not finite, so that no cache can be compared")
         with attached(model) as attachment, _refusing(name, "with a compressed cache that keeps everything"):
-            found = _by_pieces(model, ids, attachment.cache())
+            found = _by_pieces(model, ids, cache := attachment.cache())
+    if not cache.filled:
+        raise ValueError(f"`model` ({name}) gives a cache no keys and values: there is nothing to evict or compress")
     least = LEAST.get(model.dtype, LEAST_16)
     if not (difference := _difference(found, own)) <= min(max(least, TIMES_NOISE * noise), MOST):
         raise ValueError(

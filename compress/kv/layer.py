@@ -1,11 +1,12 @@
 """One layer of a compressed cache: it takes new keys and values, attends, keeps, and evicts."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer
 
 from compress.kv.allocation import kept
 from compress.kv.attention import attend
@@ -22,6 +23,15 @@ from kernels.step.cache_view import CacheView
 
 EXACT = Precision()
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+STATES = ("conv_states", "recurrent_states")  # of linear attention, state spaces and convolutions
+
+
+def states_of(layer: CacheLayerMixin) -> list[tuple[str, int, Tensor]]:
+    """Every state of a layer: the name of the dict that holds it, its key there, and itself [rows, ...]."""
+    held = [(name, getattr(layer, name, None) or {}) for name in STATES]
+    return [(name, key, one) for name, states in held for key, one in states.items() if one is not None]
 
 
 class KVLayer(DynamicLayer):
@@ -446,6 +456,47 @@ class KVLayer(DynamicLayer):
             self.keep_only(kept(scores, valid, counts), merge)
             self.evicted = True
         self.fresh = 0
+
+
+class HybridLayer(KVLayer, LinearAttentionLayer):
+    """The kept keys and values of a layer that has attention and a state space side by side, as Falcon-H1 and Zamba2
+    have, with its states. Only keys and values are compressed.
+
+    Args:
+        states: the number of states. more: see `KVLayer`.
+    """
+
+    lazy_initialization = LinearAttentionLayer.lazy_initialization
+    is_compileable = False
+
+    def __init__(self, number: int, *, states: int = 1, **more: Any) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+        self._of_states = tuple(name for name, value in vars(self).items() if isinstance(value, dict))
+        KVLayer.__init__(self, number, **more)
+
+    def copy_states(self) -> dict[str, Any]:
+        """A copy of the states, and of what says which of them are there, as attributes."""
+        return {name: copy.deepcopy(getattr(self, name)) for name in self._of_states}
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the last tokens can be removed."""
+        return LinearAttentionLayer.is_croppable.fget(self)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        LinearAttentionLayer.reset(self)
+        KVLayer.reset(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens; their number is given as a negative number."""
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        KVLayer.crop(self, tokens_to_remove)
+
+    def _rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        for name, key, state in states_of(self):
+            getattr(self, name)[key] = change(state)
+        super()._rows(change)
 
 
 def packed(queries: Tensor, asked: Tensor, whole: bool) -> tuple[Tensor, Tensor]:

@@ -7,18 +7,20 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from compress.dropped import dropped_parts
 
+KEEPING = ("full_attention", "hybrid")  # kinds of layers that keep all positions; a hybrid one has a state as well
+
 
 def check_model(model: nn.Module) -> None:
     """Raise ValueError if a compressed cache does not support this model."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"`model` ({name}) is an encoder and a decoder; a decoder alone works")
-    if not getattr(model, "_supports_attention_backend", True):
+    if not attends_by_interface(model):
         raise ValueError(
             f"`model` ({name}) does not use transformers' attention interface, which a compressed cache needs"
         )
-    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-    if "full_attention" not in kinds:
+    kinds = layer_kinds(model)
+    if not set(KEEPING) & set(kinds):
         found = ", ".join(sorted(set(kinds)))
         raise ValueError(f"`model` ({name}) has no layer that keeps all positions (it has {found}): nothing to evict")
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
@@ -30,11 +32,25 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(f"`model` ({name}) has layers of a kind that is not known here: {', '.join(unknown)}")
 
 
+def layer_kinds(model: nn.Module) -> list[str]:
+    """The kind of every layer, by transformers' names."""
+    return list(get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))[0])
+
+
+def attends_by_interface(model: nn.Module) -> bool:
+    """Whether a model's attention calls transformers' attention interface.
+
+    transformers reads it from the code of the class. Its flag `_supports_attention_backend` says less: it is not set
+    for Qwen3.5, Jamba and other classes whose attention calls the interface.
+    """
+    by_code = getattr(model, "_can_set_attn_implementation", None)
+    return by_code is None or by_code()
+
+
 def keeping_layers(model: nn.Module) -> list[int]:
     """Numbers of the layers that keep all positions; those whose attention was dropped keep none."""
-    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
     gone = {part.layer_idx for part in dropped_parts(model).values()}
-    return [i for i, kind in enumerate(kinds) if kind == "full_attention" and i not in gone]
+    return [i for i, kind in enumerate(layer_kinds(model)) if kind in KEEPING and i not in gone]
 
 
 class PlainCache(DynamicCache):
@@ -85,5 +101,5 @@ def attentions_of(model: nn.Module) -> dict[int, nn.Module]:
 
 def left_alone(model: nn.Module) -> dict[str, int]:
     """Kinds of layers whose cache is not compressed, with the number of layers of each kind."""
-    kinds, _ = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
-    return {kind: kinds.count(kind) for kind in sorted(set(kinds) - {"full_attention"})}
+    kinds = layer_kinds(model)
+    return {kind: kinds.count(kind) for kind in sorted(set(kinds) - set(KEEPING))}

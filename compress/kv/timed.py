@@ -16,7 +16,7 @@ from compress.kv.policy import CacheMethod, Policy, Projecting, Storage, precisi
 from compress.kv.precision import Precision
 from compress.kv.reading.method import LayerQuery, Reading
 from compress.kv.storage import Slab, filled
-from compress.kv.support import key_shape, key_shapes, left_alone, storing_layers
+from compress.kv.support import key_shape, key_shapes, layer_kinds, storing_layers
 from compress.method import Method
 
 SMALL = 0.1  # size of made-up keys and values: with large ones, the logits depend on rounding
@@ -42,7 +42,7 @@ def check_timed_model(model: nn.Module) -> None:
     reason = None
     if storing_layers(model) or len(set(key_shapes(model).values())) > 1:
         reason = "layers that share keys, or that differ in their widths"
-    elif unknown := sorted(set(left_alone(model)) - {"sliding_attention"}):
+    elif unknown := sorted(set(layer_kinds(model)) - {"full_attention", "sliding_attention"}):
         reason = f"layers ({', '.join(unknown)}) with other data than keys and values"
     if reason:
         raise ValueError(

@@ -13,11 +13,13 @@ from compress import METHODS, apply
 from compress.kv import CacheBatch, attach, attached, attachment_of
 from compress.kv.attach import check_attach
 from compress.kv.identity import small_copy
+from compress.kv.layer import states_of
 from compress.kv.learned import locret
 from compress.kv.learned.locret import channels
 from compress.kv.rotation import turn_of
 from compress.kv.support import attentions_of, keeping_layers, key_shape, key_shapes
 from compress.kv.timed import check_timed_model
+from tests.architectures import tiny_model
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": None}  # fmt: skip
@@ -32,9 +34,6 @@ MORE = {
     "gemma3n_text": {**SHARING, "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * 6,
                      "intermediate_size": [96] * 6},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 16,
-                         "mamba_d_state": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
-                         "shared_intermediate_size": 32},
     "cohere2": {"sliding_window": 8},
     "exaone4": {"sliding_window": 8, "sliding_window_pattern": 4},
     "deepseek_v3": LATENT,
@@ -126,9 +125,36 @@ def test_other_attention_is_refused(kind, reason, tokens):
         check_attach(skeleton, methods)
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "granitemoehybrid"])
+HYBRIDS = ["lfm2", "granitemoehybrid", "qwen3_5_text", "jamba", "falcon_h1", "zamba2"]  # the last two in one layer
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_hybrids_keep_their_states(kind, tokens):
+    """Whatever is evicted: a policy that reads the prompt again leaves them as they were behind the prompt."""
+    model, ids = tiny_model(kind, layers=4), tokens(1, 40)[0]
+    with attached(model) as attachment:
+        model(ids, past_key_values=(plain := attachment.cache()))
+    keeping = [layer for layer in plain.own if layer.slabs]
+    assert key_shapes(model) == {
+        x.number: (x.slabs[0].k.buffer.shape[1], x.slabs[0].k.buffer.shape[3]) for x in keeping
+    }
+    states = [(name, key, one) for layer in plain.layers for name, key, one in states_of(layer)]
+    assert states and plain.nbytes == sum(t.nbytes for x in plain.own for t in x.held) + sum(
+        t.nbytes for *_, t in states
+    )
+    for policy in ("kvzip", "snapkv"):
+        with attached(model, METHODS[policy](budget=0.5)) as attachment:
+            model(ids, past_key_values=(cache := attachment.cache()))
+        found = [one for layer in cache.layers for one in states_of(layer)]
+        assert [(name, key) for name, key, _ in found] == [(name, key) for name, key, _ in states]
+        for (_, _, one), (_, _, told) in zip(found, states, strict=True):
+            assert_close(one, told, **NEAR)
+        assert max(layer.length for layer in cache.filled) < 40 and cache.get_seq_length() == 40
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
 def test_copies_of_hybrids_share_no_state(kind, tokens):
-    model, ids = decoder(kind), tokens(1, 40)[0]
+    model, ids = tiny_model(kind, layers=4), tokens(1, 40)[0]
     told = model(ids).logits[:, 30:]
     with attached(model) as attachment:
         cache = attachment.cache(observes=True)
@@ -140,10 +166,10 @@ def test_copies_of_hybrids_share_no_state(kind, tokens):
                 assert_close(step[:, 0], told[:, at - 30], **NEAR)
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "granitemoehybrid"])
+@pytest.mark.parametrize("kind", HYBRIDS)
 def test_hybrids_decode_in_a_batch_of_caches(kind, tokens):
     """Each row with its own states, which the caches have again behind every pass."""
-    model, ids = decoder(kind), torch.cat(tokens(2, 24))
+    model, ids = tiny_model(kind, layers=4), torch.cat(tokens(2, 24))
     with attached(model, "kv_int(bits=8, group_size=32)") as attachment:
         caches = [attachment.cache(), attachment.cache()]
         for cache, row in zip(caches, ids.split(1), strict=True):
@@ -241,6 +267,7 @@ def test_models_whose_caches_cannot_be_timed_are_refused(tokens):
     for kind, reason in (
         ("gemma4_text", "layers that share keys, or that differ in their widths"),
         ("lfm2", r"layers \(conv\)"),
+        ("falcon_h1", r"layers \(hybrid\)"),
     ):
         with pytest.raises(ValueError, match=reason):
             check_timed_model(decoder(kind))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compress.kv.attention import NAME, expect, register
 from compress.kv.rotation import likely_rotations
+from compress.kv.support import attends_by_interface
 from compress.linear import CompressedLinear, is_linear, shape_of
 from compress.walk.capture import Call, Stop, on_device, run_block
 from compress.walk.folds.links import divide_outputs, gain_offset, is_norm
@@ -62,7 +63,7 @@ def key_link(model: nn.Module, block: nn.Module, call: Call, index: int, device:
     Args:
         call: a few tokens.
     """
-    if not getattr(model, "_supports_attention_backend", True):
+    if not attends_by_interface(model):
         return "it does not attend by transformers' attention interface"
     modules = {name: m for name, m in block.named_modules() if is_linear(m) or is_norm(m)}
     with on_device(block, device), _captured(model) as capture:
