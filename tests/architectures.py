@@ -65,7 +65,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma3_text": _WINDOWS,
     "glm": {},
     "glm4": {},
-    "granite": {},
+    "granite": {  # the factors of its smallest model
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.0625,
+        "logits_scaling": 8.0,
+    },
     "granite_swa": {},
     "helium": {},
     "hunyuan_v1_dense": {},

@@ -453,7 +453,7 @@ class StepsInOneCall:
             self._bound, self._room = self._acceleration._step(rooms, self._tokens), rooms[0].keys.shape[2]
         largest = self._bound.run(tokens, self._slot)
         self._slot += count
-        return None if self._bound.step.cap else largest
+        return None if self._bound.step.decoder.changes_logits else largest
 
     def cut(self, count: int) -> None:
         """Take the last `count` positions out of the cache."""
@@ -464,7 +464,8 @@ class StepsInOneCall:
         """Of the last step, float32 [batch, vocabulary] or of each token of one sequence [n, vocabulary], rounded as
         the model's; valid until the next step."""
         logits = self._bound.step.logits
-        return logits.to(self._acceleration.model.dtype).float() if self._bound.step.cap else logits
+        changed = self._bound.step.decoder.changes_logits
+        return logits.to(self._acceleration.model.dtype).float() if changed else logits
 
     def finish(self) -> None:
         """Let the cache know how many positions are in use."""

@@ -16,7 +16,7 @@ from kernels.lut_matmul import Codebook
 from kernels.registry import recording
 from kernels.sparse_matmul import SparseRows
 from kernels.step.cache import LayerRoom, rooms_of
-from kernels.step.decoder import STREAM, Decoder, DecoderBlock, NotNative, recognise
+from kernels.step.decoder import STREAM, Decoder, DecoderBlock, NotNative, Rows, recognise
 from kernels.step.likeness import check_likeness, check_logits, difference, shaken
 from kernels.step.native import DecodeStep, why_not
 from kernels.step.program import Attention, CacheAttention, InputChange, Norm, Products, Program, Weight
@@ -36,13 +36,12 @@ class NativeStep:
     tokens [n, 1] can be read in one step, which gives the next token behind each.
 
     Attributes:
-        cap: soft cap of the logits, cap * tanh(logit / cap), or 0 for none; the largest logit stays the largest.
+        decoder: whose embedding gives the hidden state if the program has no embedding.
         kernels: {op: implementations that run}.
     """
 
     step: DecodeStep
-    embedding: nn.Module | None  # gives the hidden state if the program has no embedding
-    cap: float = 0.0
+    decoder: Decoder
     idle: tuple[Tensor, ...] = ()  # numbers of positions in use of layers of the cache whose attention was dropped
     kernels: dict[str, set[str]] = field(default_factory=dict)
 
@@ -52,7 +51,7 @@ class NativeStep:
     def at(self, tokens: Tensor, position: int) -> Tensor:
         """The next tokens [batch, 1] behind tokens [batch, 1] at a position; of one sequence, those [n, 1] behind each
         of tokens [n, 1], the first at the position."""
-        hidden = None if self.embedding is None else self.embedding(tokens).float().flatten(0, 1)
+        hidden = self.decoder.embed(tokens).flatten(0, 1) if self.step.program.embedding is None else None
         largest = self.step(tokens, position, hidden)
         for length in self.idle:
             length.fill_(position + len(tokens) // self.step.program.sequences)
@@ -61,8 +60,7 @@ class NativeStep:
     @property
     def logits(self) -> Tensor:
         """The logits of the last call, float32 [tokens, vocabulary]."""
-        logits = self.step.logits
-        return self.cap * (logits / self.cap).tanh() if self.cap else logits
+        return self.decoder.logits(self.step.logits)
 
 
 @torch.no_grad()
@@ -99,10 +97,10 @@ def step_of(decoder: Decoder, rooms: Sequence[LayerRoom], tokens: int) -> Native
     Raises:
         NotNative: an unknown format or cache.
     """
-    program, embedding = program_of(decoder, rooms, tokens)
+    program = program_of(decoder, rooms, tokens)
     try:
         idle = tuple(room.length for block, room in zip(decoder.blocks, rooms, strict=True) if not block.attends)
-        return NativeStep(DecodeStep(program, decoder.dtype), embedding, decoder.cap, idle)
+        return NativeStep(DecodeStep(program, decoder.dtype), decoder, idle)
     except (ValueError, RuntimeError) as error:
         raise NotNative(str(error).splitlines()[0]) from error
 
@@ -117,8 +115,8 @@ def _products_of(program: Program, dtype: torch.dtype) -> Iterator[tuple[str, st
             yield op, f"cpu {native.integers() if op == 'w8a8_matmul' else native.isa(dtype)}"
 
 
-def program_of(decoder: Decoder, rooms: Sequence[LayerRoom] | None, tokens: int) -> tuple[Program, nn.Module | None]:
-    """The program of a decoder's step, and the embedding module if the program cannot look it up.
+def program_of(decoder: Decoder, rooms: Sequence[LayerRoom] | None, tokens: int) -> Program:
+    """The program of a decoder's step; without an embedding if the program cannot look it up.
 
     Args:
         rooms: one for each block; None: the cache computes the attention. tokens: number of sequences, or the largest
@@ -140,8 +138,8 @@ def program_of(decoder: Decoder, rooms: Sequence[LayerRoom] | None, tokens: int)
     final = Products("residual", "logits", head, before=decoder.norm, added=pending.name, after=pending.norm)
     embedding, scale = _embedding(decoder.embedding)
     turned = None if decoder.stream is None else _change(decoder.stream.rotation, STREAM, decoder.hidden)
-    program = Program(decoder.hidden, tokens, embedding, (*instructions, final), scale, turned)
-    return program, decoder.embedding if embedding is None else None
+    scale *= decoder.embedding_scale / decoder.residual_scale
+    return Program(decoder.hidden, tokens, embedding, (*instructions, final), scale, turned)
 
 
 class Pending(NamedTuple):
@@ -188,6 +186,11 @@ def _attention(decoder: Decoder, block: DecoderBlock, room: LayerRoom | None) ->
 
 def weight_of(module: nn.Module, name: str) -> Weight:
     """The weight of a linear module, dense or compressed."""
+    if isinstance(module, Rows):
+        try:
+            return weight_of(module.whole, name).rows(module.start, module.stop)
+        except ValueError as error:
+            raise NotNative(f"{name}: {error}") from error
     bias = None if module.bias is None else module.bias.detach().float().contiguous()
     if type(module) is nn.Linear:
         stored = module.weight.detach()

@@ -7,7 +7,8 @@ code that runs a recognised decoder checks that its logits are those of the mode
 """
 
 import copy
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 FOUR_NORMS = BLOCK | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
+FUSED_ATTENTION = {"qkv_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+FUSED_MLP = {"gate_up_proj", "down_proj", "activation_fn"}
 MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 ACTIVATION = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 CHANGING = ("dynamic", "longrope")  # rotary frequencies that depend on the length
@@ -32,11 +35,40 @@ ACCELERATION = "acceleration"  # attribute that `kernels.step.accelerate` sets o
 ATTACHED = "attention_name"
 # Attribute, True, of a module in the place of a block's attention or MLP that was dropped: its output is zeros.
 ADDS_NOTHING = "adds_nothing"
-FACTORS = ("logit_scale", "logits_scaling", "residual_multiplier", "embedding_multiplier", "attention_multiplier")
+UNTURNED = "without rotation"  # kind of the rotary tables of a layer that rotates nothing
 
 
 class NotNative(Exception):
     """The model's pass cannot be run by `kernels.step`; the message says why."""
+
+
+class Rows(nn.Module):
+    """Some of the outputs of a linear that computes several products at once, as Phi-3's for queries, keys and values
+    does, as if they came from a linear of their own.
+
+    Args:
+        whole: the linear, whose weight is shared. start, stop: the outputs.
+    """
+
+    def __init__(self, whole: nn.Module, start: int, stop: int) -> None:
+        super().__init__()
+        self.whole, self.start, self.stop = whole, start, stop
+        self.in_features, self.out_features = whole.in_features, stop - start
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(x)[..., self.start : self.stop]
+
+
+def split(whole: nn.Module, sizes: Sequence[int]) -> list[Rows]:
+    """A linear in parts of so many outputs."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [Rows(whole, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def together(linears: Sequence[nn.Module]) -> nn.Module | None:
+    """The linear of which these are all outputs, in order; None: there is none."""
+    first = linears[0]
+    return first.whole if isinstance(first, Rows) else None  # parts are made by `split`, and kept together
 
 
 @dataclass(frozen=True)
@@ -83,8 +115,12 @@ class DecoderBlock:
 class Decoder:
     """A model of the Llama family.
 
+    The residual stream here is the model's, divided by `residual_scale`, the factor with which the model adds the
+    results of its parts: they are added as they are, and norms, which divide the factor out, have an `eps` that fits.
+
     norm: before the head. stream: the module that rotates the residual stream between the blocks, or None.
     cap: soft cap of the logits, cap * tanh(logit / cap), or 0 for none; the largest logit stays the largest.
+    embedding_scale: factor of embedded tokens. residual_scale, logit_scale: factors of parts and of logits, positive.
     """
 
     embedding: nn.Module
@@ -95,6 +131,24 @@ class Decoder:
     dtype: torch.dtype
     stream: nn.Module | None = None
     cap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The residual stream of tokens, float32 [..., hidden]."""
+        embedded, scale = self.embedding(ids).float(), self.embedding_scale / self.residual_scale
+        return embedded if scale == 1 else embedded * scale
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the head's products are not yet the logits, which are in the same order."""
+        return bool(self.cap) or self.logit_scale != 1
+
+    def logits(self, products: Tensor) -> Tensor:
+        """The logits of a model whose head has these products."""
+        logits = products if self.logit_scale == 1 else products * self.logit_scale
+        return self.cap * (logits / self.cap).tanh() if self.cap else logits
 
     @property
     def hidden(self) -> int:
@@ -120,11 +174,15 @@ class RotaryTables:
         if made < length:
             device = next((buffer.device for buffer in self.module.buffers()), None)
             # Passes over one more token need one more place.
-            positions = torch.arange(max(length, 2 * made), device=device)[None]
-            more = () if kind is None else (kind,)
-            cos, sin = self.module(torch.zeros(1, dtype=torch.float32, device=device), positions, *more)
-            self.made[kind] = cos[0].float().contiguous(), sin[0].float().contiguous()
+            self.made[kind] = self.at(kind, torch.arange(max(length, 2 * made), device=device))
         return self.made[kind]
+
+    def at(self, kind: str | None, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [positions, rotated channels] for layers of this kind, at these positions, int64."""
+        more = () if kind in (None, UNTURNED) else (kind,)
+        tables = self.module(torch.zeros(1, dtype=torch.float32, device=positions.device), positions[None], *more)
+        cos, sin = (table[0].float().contiguous() for table in tables)
+        return (torch.ones_like(cos), torch.zeros_like(sin)) if kind == UNTURNED else (cos, sin)
 
 
 def knows(model: nn.Module) -> bool:
@@ -177,9 +235,11 @@ def recognise(model: nn.Module, by_cache: bool = False, anywhere: bool = False) 
     kind, attached = getattr(model.config, "_attn_implementation", None), attached_to(model)
     if kind not in ("sdpa", "sdpa_fast", "eager") and attached is None and not by_cache:
         raise NotNative(f"its attention is {kind!r} ('sdpa' and 'eager' are known)")
-    for name in FACTORS:
-        if getattr(model.config, name, None) not in (None, 1, 1.0):
-            raise NotNative(f"the model has `{name}`")
+    embedding, residual, logits = (
+        _factor(model.config, name) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+    )
+    if _factor(model.config, "logit_scale") != 1:
+        raise NotNative("the model has `logit_scale`")
     stream = getattr(model, STREAM, None)
     if (name := hooked(model, stream, attached)) is not None:
         raise NotNative(f"{name} has hooks")
@@ -195,27 +255,51 @@ def recognise(model: nn.Module, by_cache: bool = False, anywhere: bool = False) 
     blocks = tuple(_block(b, f"block {i}", several, model.config) for i, b in enumerate(body.layers))
     if not any(block.attends for block in blocks):
         raise NotNative("none of its blocks has attention")
-    cap = getattr(model.config, "final_logit_softcapping", None) or 0.0
-    rotary = RotaryTables(body.rotary_emb)
-    return Decoder(body.embed_tokens, blocks, _norm(body.norm), head, rotary, model.dtype, stream, cap)
+    if residual != 1:
+        blocks = tuple(_of_smaller_stream(block, residual) for block in blocks)
+    return Decoder(
+        body.embed_tokens, blocks, _smaller(_norm(body.norm), residual), head, RotaryTables(body.rotary_emb),
+        model.dtype, stream, cap=getattr(model.config, "final_logit_softcapping", None) or 0.0,
+        embedding_scale=embedding, residual_scale=residual, logit_scale=1 / logits,
+    )  # fmt: skip
+
+
+def _factor(config: Any, name: str) -> float:
+    """A factor of a configuration, or 1."""
+    found = getattr(config, name, None)
+    found = 1.0 if found is None else float(found)
+    if not found > 0:
+        raise NotNative(f"the model has `{name}` (={found:g})")
+    return found
+
+
+def _smaller(norm: Norm, factor: float) -> Norm:
+    """The norm of x / factor that gives what this one gives of x."""
+    return norm if factor == 1 else Norm(norm.weight, norm.eps / factor**2)
+
+
+def _of_smaller_stream(block: DecoderBlock, factor: float) -> DecoderBlock:
+    """The block in a residual stream that is divided by a factor."""
+    if block.after_attention is not None:
+        raise NotNative("the model has `residual_multiplier` and norms of what it multiplies")
+    before = {name: _smaller(getattr(block, name), factor) for name in ("before_attention", "before_mlp")}
+    return replace(block, **before)
 
 
 def _block(block: nn.Module, name: str, several: bool, config: Any) -> DecoderBlock:
     """several: does each kind of layer have its own rotary tables?"""
-    children = {n for n, _ in block.named_children()}
-    four = children == FOUR_NORMS
+    four = _children(block) == FOUR_NORMS
     if not four:
         _expect(block, BLOCK, name)
     attention, mlp = block.self_attn, block.mlp
     attends, has_mlp = (getattr(part, ADDS_NOTHING, False) is not True for part in (attention, mlp))
-    if has_mlp:
+    if has_mlp and _children(mlp) != FUSED_MLP:
         _expect(mlp, MLP, f"{name}'s MLP")
     inner = {
         "after_attention": _norm(block.post_attention_layernorm) if four else None,
         "before_mlp": _norm(block.pre_feedforward_layernorm if four else block.post_attention_layernorm),
         "after_mlp": _norm(block.post_feedforward_layernorm) if four else None,
-        **{n: getattr(mlp, f"{n}_proj", None) for n in ("gate", "up", "down")},
-        "activation": _activation(mlp.act_fn) if has_mlp else "",
+        **(_linears_of_mlp(mlp) if has_mlp else {"gate": None, "up": None, "down": None, "activation": ""}),
         "has_mlp": has_mlp,
     }
     if not attends:
@@ -226,10 +310,14 @@ def _block(block: nn.Module, name: str, several: bool, config: Any) -> DecoderBl
             q=None, k=None, v=None, o=None, heads=1, kv_heads=1, channels=1, kind=None, scale=1.0, softcap=0.0,
             window=0, query_norm=None, key_norm=None, attends=False, **inner,
         )  # fmt: skip
-    if {n for n, _ in attention.named_children()} != ATTENTION | HEAD_NORMS:
+    if _children(attention) not in (ATTENTION | HEAD_NORMS, FUSED_ATTENTION):
         _expect(attention, ATTENTION, f"{name}'s attention")
     channels = attention.head_dim
-    q, k, v = (getattr(attention, f"{n}_proj") for n in "qkv")
+    if hasattr(attention, "qkv_proj"):
+        whole, of_keys = attention.qkv_proj, attention.num_key_value_heads * channels
+        q, k, v = split(whole, (whole.out_features - 2 * of_keys, of_keys, of_keys))
+    else:
+        q, k, v = (getattr(attention, f"{n}_proj") for n in "qkv")
     heads, kv_heads = q.out_features // channels, k.out_features // channels
     if (
         (q.out_features, k.out_features) != (heads * channels, kv_heads * channels)
@@ -247,7 +335,7 @@ def _block(block: nn.Module, name: str, several: bool, config: Any) -> DecoderBl
         before_attention=_norm(block.input_layernorm),
         attention=attention, q=q, k=k, v=v, o=attention.o_proj,
         heads=heads, kv_heads=kv_heads, channels=channels,
-        kind=attention.layer_type if several and hasattr(attention, "layer_type") else None,
+        kind=_kind(attention, several),
         scale=attention.scaling,
         softcap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
         window=window or 0,
@@ -255,8 +343,29 @@ def _block(block: nn.Module, name: str, several: bool, config: Any) -> DecoderBl
     )  # fmt: skip
 
 
+def _linears_of_mlp(mlp: nn.Module) -> dict[str, Any]:
+    if hasattr(mlp, "gate_up_proj"):
+        gate, up = split(mlp.gate_up_proj, (mlp.gate_up_proj.out_features // 2,) * 2)
+    else:
+        gate, up = mlp.gate_proj, mlp.up_proj
+    function = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
+    return {"gate": gate, "up": up, "down": mlp.down_proj, "activation": _activation(function)}
+
+
+def _kind(attention: nn.Module, several: bool) -> str | None:
+    """The kind of a layer's rotary tables."""
+    if not getattr(attention, "use_rope", True):
+        return UNTURNED
+    return attention.layer_type if several and hasattr(attention, "layer_type") else None
+
+
+def _children(module: nn.Module) -> set[str]:
+    """The names of a module's parts, without dropout, which does nothing in evaluation."""
+    return {n for n, m in module.named_children() if not (isinstance(m, nn.Dropout) and not (m.training and m.p))}
+
+
 def _expect(module: nn.Module, children: set[str], name: str) -> None:
-    if different := {n for n, _ in module.named_children()} ^ children:
+    if different := _children(module) ^ children:
         raise NotNative(f"{name} differs from a Llama's in {', '.join(sorted(different))}")
 
 

@@ -23,7 +23,7 @@ from kernels.prompt_attention import faster_than_torch, prompt_attention
 from kernels.registry import ran, recording
 from kernels.step.between import add_norm, gated, turn_and_store
 from kernels.step.cache import AttendingCache, LayerRoom, attend_by_cache, rooms_of
-from kernels.step.decoder import Decoder, DecoderBlock, NotNative, recognise
+from kernels.step.decoder import Decoder, DecoderBlock, NotNative, recognise, together
 from kernels.step.joined import Joined, joined
 from kernels.step.likeness import check_likeness, check_logits, difference, shaken
 from kernels.step.program import Norm
@@ -113,7 +113,7 @@ class DecoderForward:
         if positions is None:
             positions = torch.arange(slot, slot + tokens).expand(len(ids), -1)
         places = _Places(positions.contiguous(), int(positions.max()) + 1, _Seen(slot, tokens, first), lap)
-        stream = _Stream.of(decoder.embedding(ids), decoder)
+        stream = _Stream.of(decoder.embed(ids), decoder)
         final = next((place for place in reversed(range(len(decoder.blocks))) if decoder.blocks[place].attends), None)
         for place, block in enumerate(decoder.blocks):
             if block.attends:
@@ -139,7 +139,7 @@ class DecoderForward:
         lap(REST)
         logits = self._product(decoder.head, last)
         lap("head")
-        return decoder.cap * (logits / decoder.cap).tanh() if decoder.cap else logits
+        return decoder.logits(logits)
 
     def _attend(
         self, block: DecoderBlock, x: Tensor, rooms: Sequence[LayerRoom] | AttendingCache, place: int, places: "_Places"
@@ -177,14 +177,17 @@ class DecoderForward:
 
     def _products(self, linears: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
         """The products of several linears with one input: [..., out_i], contiguous."""
+        if (whole := together(linears)) is not None:
+            sizes = [linear.out_features for linear in linears]
+            return [part.contiguous() for part in self._product(whole, x).split(sizes, -1)]
         if x.dtype == torch.bfloat16 and x.numel() > self._apart * x.shape[-1]:
             if self._takes_tiles(linears, x):
                 return self._in_tiles(linears, x)
             key = id(linears[0])
             if key not in self._joined:
                 self._joined[key] = joined(linears)
-            if (together := self._joined[key]) is not None:
-                return together(x)
+            if (made := self._joined[key]) is not None:
+                return made(x)
         return [self._product(linear, x) for linear in linears]
 
     def _in_tiles(self, linears: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
@@ -241,9 +244,9 @@ class _Stream:
 
     @classmethod
     def of(cls, embedded: Tensor, decoder: Decoder) -> "_Stream":
-        """The stream of embedded tokens."""
-        turned = embedded if decoder.stream is None else decoder.stream.rotation(embedded.float())
-        residual = turned.float().contiguous()
+        """The stream of embedded tokens, float32."""
+        turned = embedded if decoder.stream is None else decoder.stream.rotation(embedded)
+        residual = turned.contiguous()
         return cls(residual, residual.new_empty(residual.shape, dtype=decoder.dtype))
 
     def add(self, added: Tensor, after: Norm | None) -> None:

@@ -21,9 +21,8 @@ class StepInParts:
 
     def __init__(self, decoder: Decoder, tokens: int) -> None:
         self.decoder, self.tokens = decoder, tokens
-        program, self._embedding = program_of(decoder, None, tokens)
         try:
-            self._step = DecodeStep(program, decoder.dtype)
+            self._step = DecodeStep(program_of(decoder, None, tokens), decoder.dtype)
         except (ValueError, RuntimeError) as error:
             raise NotNative(str(error).splitlines()[0]) from error
 
@@ -38,7 +37,7 @@ class StepInParts:
         """
         decoder, step, tokens = self.decoder, self._step, self.tokens
         length = int(positions.max()) + 1
-        hidden = None if self._embedding is None else self._embedding(ids).float().flatten(0, 1)
+        hidden = decoder.embed(ids).flatten(0, 1) if step.program.embedding is None else None
         given = step.begin(ids, hidden)
         lents, tables_of = [], []  # of the next layers that one call handles together
         for block in decoder.blocks:
@@ -64,5 +63,4 @@ class StepInParts:
     @property
     def logits(self) -> Tensor:
         """The logits of the last call, [tokens, 1, vocabulary], in the model's dtype."""
-        logits, cap = self._step.logits[:, None], self.decoder.cap
-        return (cap * (logits / cap).tanh() if cap else logits).to(self.decoder.dtype)
+        return self.decoder.logits(self._step.logits[:, None]).to(self.decoder.dtype)

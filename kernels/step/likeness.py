@@ -109,9 +109,7 @@ def check_likeness(model: nn.Module, decoder: Decoder, prepare: Prepare | None =
             if len(own) != 3:
                 raise NotNative(f"{block.name}'s attention does not use transformers' attention interface")
             qkv = [linear(hidden).contiguous() for linear in (block.q, block.k, block.v)]
-            kind = () if block.kind is None else (block.kind,)
-            tables = decoder.rotary.module(torch.zeros(1, device=device), at, *kind)
-            ours = (prepare or _natively)(block, qkv, [table[0].float().contiguous() for table in tables])
+            ours = (prepare or _natively)(block, qkv, decoder.rotary.at(block.kind, at[0]))
             for name, found, wanted in zip(("queries", "keys", "values"), ours, own, strict=True):
                 if not (difference := _difference(found, wanted)) <= ROUNDINGS * torch.finfo(decoder.dtype).eps:
                     raise NotNative(

@@ -21,6 +21,7 @@ TOKENS = 16
 # makes in the model itself, which is large where activations become integers; but from 0.03 to 0.5.
 TIMES_NOISE, LEAST, MOST = 3.0, 0.03, 0.5
 LOGITS = 0.1  # relative difference of logits without their mean that is never too large
+FACTOR = 0.02  # relative difference of embedded tokens, and of logits from the head's products
 ROUNDINGS = 4  # additions to the residual stream whose rounding counts
 
 
@@ -40,26 +41,38 @@ def check_outputs(model: nn.Module, decoder: Decoder, output: Output | None = No
         NotNative: one differs by more than rounding.
     """
     ids = (torch.arange(TOKENS, device=model.device) * 7919 % model.get_input_embeddings().num_embeddings)[None]
-    inputs, outputs, shaken, logits = _own(model, ids)
-    decoder = dataclasses.replace(decoder, stream=None)  # between the blocks it is rotated in the model, too
+    inputs, outputs, shaken, products, logits = _own(model, ids)
+    if not decoder.stream:  # the blocks of a rotated stream get other inputs
+        own = decoder.embed(ids) * decoder.residual_scale
+        _expect_equal("embedding gives other rows", own, inputs[0])
+    if not decoder.cap:
+        _expect_equal("head gives other logits", decoder.logits(products.float()), logits)
+    inside = dataclasses.replace(decoder, stream=None)  # between the blocks it is rotated in the model, too
     limit = LEAST
     for block, given, wanted, other in zip(decoder.blocks, inputs, outputs, shaken, strict=True):
         if not (block.attends or block.has_mlp):
             continue
-        found = output(block, given, wanted) if output else _by_forward(decoder, block, given, wanted, ids)
+        found = output(block, given, wanted) if output else _by_forward(inside, block, given, wanted, ids)
         limit = min(max(TIMES_NOISE * _difference(other, given, wanted), LEAST), MOST)
         if not (difference := _difference(found, given, wanted)) < limit:
             raise NotNative(f"{block.name} gives another output than a Llama's, different by {difference:.2g}")
-    ours = head(inputs[-1]) if head else _output(decoder, decoder.blocks[-1], inputs[-1], ids)
+    last = inputs[-1] if decoder.stream is None else decoder.stream.rotation.back(inputs[-1])
+    ours = head(inputs[-1]) if head else _output(decoder, decoder.blocks[-1], last, ids)
     found, wanted = (x.float() - x.float().mean(-1, keepdim=True) for x in (ours, logits))
     if not (difference := float((found - wanted).norm() / wanted.norm())) < max(limit, LOGITS):
         raise NotNative(f"its head gives other logits than a Llama's, different by {difference:.2g}")
 
 
-def _own(model: nn.Module, ids: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
+def _expect_equal(what: str, found: Tensor, wanted: Tensor) -> None:
+    """Refuse a model whose factor of a result is another one than that of `decoder`: only rounding may differ."""
+    if not (difference := float((found - wanted.float()).norm() / wanted.float().norm())) < FACTOR:
+        raise NotNative(f"its {what} than a Llama's, different by {difference:.2g}")
+
+
+def _own(model: nn.Module, ids: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor, Tensor]:
     """Inputs and outputs of the model's blocks, [1, tokens, hidden], their outputs where the inputs are rounded in
-    another way, and the model's logits."""
-    inputs, outputs, shaken = [], [], []
+    another way, the products of the model's head, and its logits."""
+    inputs, outputs, shaken, products = [], [], [], []
     generator = torch.Generator().manual_seed(0)
 
     def note(module: nn.Module, args: tuple, kwargs: dict, output: Tensor | tuple) -> None:
@@ -68,13 +81,15 @@ def _own(model: nn.Module, ids: Tensor) -> tuple[list[Tensor], list[Tensor], lis
         again = _first(module.forward(rounded, *args[1:], **kwargs))
         inputs.append(hidden), outputs.append(_first(output)), shaken.append(again.float() - rounded + hidden)
 
-    hooks = [block.register_forward_hook(note, with_kwargs=True) for block in model.model.layers]
+    # Before the hook that rotates the last block's output back.
+    hooks = [block.register_forward_hook(note, with_kwargs=True, prepend=True) for block in model.model.layers]
+    hooks.append(model.get_output_embeddings().register_forward_hook(lambda *given: products.append(given[-1])))
     try:
         logits = model(ids, use_cache=False).logits
     finally:
         for hook in hooks:
             hook.remove()
-    return inputs, outputs, shaken, logits
+    return inputs, outputs, shaken, products[0], logits
 
 
 def _first(output: Tensor | tuple) -> Tensor:
@@ -83,13 +98,15 @@ def _first(output: Tensor | tuple) -> Tensor:
 
 def _by_forward(decoder: Decoder, block: DecoderBlock, given: Tensor, wanted: Tensor, ids: Tensor) -> Tensor:
     """An `Output` by `DecoderForward`: behind a norm that changes the size alone, which is the model's again."""
-    alone = dataclasses.replace(decoder, norm=Norm(torch.ones(decoder.hidden), 1e-12), head=nn.Identity(), cap=0.0)
+    alone = dataclasses.replace(
+        decoder, norm=Norm(torch.ones(decoder.hidden), 1e-12), head=nn.Identity(), cap=0.0, logit_scale=1.0
+    )
     return _output(alone, block, given, ids).float() * wanted.float().square().mean(-1, keepdim=True).sqrt()
 
 
 def _output(decoder: Decoder, block: DecoderBlock, given: Tensor, ids: Tensor) -> Tensor:
     """What the passes here make of a block's input, behind the decoder's norm and head."""
-    alone = dataclasses.replace(decoder, blocks=(block,), embedding=lambda ids: given)
+    alone = dataclasses.replace(decoder, blocks=(block,), embedding=lambda ids: given, embedding_scale=1.0)
     keys, values = given.new_zeros(2, 1, block.kv_heads, TOKENS, block.channels)
     return DecoderForward(alone)(ids, [LayerRoom(keys, values, torch.zeros(1, dtype=torch.int64))], 0, keep=TOKENS)
 

@@ -1,6 +1,6 @@
 """A decoding step as data: a list of instructions over the tensors of a model and of its cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -20,6 +20,9 @@ from kernels.w8a8_matmul import W8
 from kernels.w8a8_matmul import to_rows as w8a8_rows
 
 ACTIVATIONS = ("", "silu", "gelu_tanh", "relu")  # numbered as in native/step_types.inc
+
+
+PANELS = {"panels": {Packed: 16, Codebook: 16}, "int8": {W8: 32}}  # rows that lie together, by layout
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,29 @@ class Weight:
         """The shape; for walks also their bits and the bits of a state."""
         w = self.stored
         return [*self.shape, *((w.bits, w.states) if isinstance(w, Trellis) else ())]
+
+    def rows(self, start: int, stop: int) -> "Weight":
+        """The weight of these outputs alone, which shares the memory.
+
+        Raises:
+            ValueError: it is stored so that the rows do not lie apart.
+        """
+        w, size = self.stored, PANELS.get(self.layout, {}).get(type(self.stored), 1)
+        if self.layout == "walks" or start % size or (stop % size and stop != self.shape[0]):
+            raise ValueError(f"rows {start} to {stop} of {list(self.shape)} do not lie apart in {self.layout}")
+        shape, panels = (stop - start, self.shape[1]), slice(start // size, -(-stop // size))
+        if isinstance(w, Tensor):
+            stored = w[start:stop]
+        elif isinstance(w, SparseRows):
+            first, last = w.starts[start], w.starts[stop]
+            stored = SparseRows(w.mask[start:stop], w.values[first:last], w.starts[start : stop + 1] - first)
+        elif isinstance(w, W8):
+            stored = w._replace(codes=w.codes[panels], scale=w.scale[start:stop], shape=shape)
+        else:
+            stored = w._replace(codes=w.codes[panels], scale=w.scale[panels], shape=shape)
+            if getattr(w, "zero", None) is not None:
+                stored = stored._replace(zero=w.zero[panels])
+        return replace(self, stored=stored, bias=None if self.bias is None else self.bias[start:stop])
 
     def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """(data, scale, zero, table) in the form that the loops read."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kernels.int_matmul import Packed, int_matmul
 from kernels.kv_decode import KV, kv_decode
 from kernels.step.cache import static_cache
-from kernels.step.decoder import Decoder, DecoderBlock, NotNative
+from kernels.step.decoder import Decoder, DecoderBlock, NotNative, together
 from kernels.step.gpu.between import add_norm, gated, turn_and_store
 from kernels.step.program import Norm
 from kernels.w8a8_matmul import W8, w8a8_matmul
@@ -77,6 +77,8 @@ class FusedBody:
         self.device = decoder.norm.weight.device
         if decoder.stream is not None:
             raise NotNative("its residual stream is rotated")
+        if decoder.residual_scale != 1:
+            raise NotNative("the model has `residual_multiplier`")
         # Graphs read these tables, which must therefore live as long as this object.
         self.tables = {kind: decoder.rotary.of(kind, positions) for kind in {b.kind for b in decoder.blocks}}
         for block in decoder.blocks:
@@ -101,7 +103,7 @@ class FusedBody:
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits [batch, vocabulary] after the tokens [batch, 1], whose keys and values are added to the cache."""
         decoder = self.decoder
-        residual = decoder.embedding(tokens).float().flatten(0, 1).contiguous()
+        residual = decoder.embed(tokens).flatten(0, 1).contiguous()
         for length in self.lengths.values():
             length.add_(1)
         starts: dict[tuple[int, int], Tensor] = {}
@@ -114,7 +116,7 @@ class FusedBody:
         """Logits [batch, vocabulary] of the residual stream [batch, hidden] with its last addend."""
         decoder, x = self.decoder, residual.new_empty(residual.shape, dtype=self.decoder.dtype)
         logits = decoder.head(add_norm(residual, added, after, decoder.norm, x))
-        return decoder.cap * (logits.float() / decoder.cap).tanh() if decoder.cap else logits
+        return decoder.logits(logits.float()) if decoder.changes_logits else logits
 
     def block(
         self,
@@ -170,11 +172,13 @@ class FusedBody:
 
     def _products(self, linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...]:
         """The products of several linears with one input: [batch, out_i], rows at any distance."""
+        if (whole := together(linears)) is not None:
+            return whole(x).split([linear.out_features for linear in linears], -1)
         key = id(linears[0])
         if key not in self.joined:
             self.joined[key] = Joined.of(linears)
-        together = self.joined[key]
-        return tuple(linear(x) for linear in linears) if together is None else together(x)
+        made = self.joined[key]
+        return tuple(linear(x) for linear in linears) if made is None else made(x)
 
 
 @dataclass(frozen=True)
