@@ -177,7 +177,7 @@ def _attention(decoder: Decoder, block: DecoderBlock, room: LayerRoom | None) ->
     norms = {"softcap": block.softcap, "query_norm": block.query_norm, "key_norm": block.key_norm}
     if room is None:
         return CacheAttention("qkv", block.heads, block.kv_heads, block.channels, block.scale, **norms)
-    cos, sin = decoder.rotary.of(block.kind, room.keys.shape[2])
+    cos, sin = decoder.rotary.of_steps(block.kind, room.keys.shape[2])
     return Attention(
         "qkv", block.heads, block.kv_heads, room.keys, room.values, room.length, cos, sin, block.scale,
         window=block.window, **norms,

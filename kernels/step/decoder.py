@@ -27,7 +27,7 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 FUSED_MLP = {"gate_up_proj", "down_proj", "activation_fn"}
 MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 ACTIVATION = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
-CHANGING = ("dynamic", "longrope")  # rotary frequencies that depend on the length
+CHANGING = ("dynamic", "longrope")  # rotary frequencies that depend on the length; some change once
 STREAM = "rotated_stream"  # name of the module that keeps a model's residual stream rotated between the blocks
 ACCELERATION = "acceleration"  # attribute that `kernels.step.accelerate` sets on a model, beside its forward
 # Attribute of the object that puts hooks and an attention of this name on a model, for caches that compute the
@@ -163,19 +163,39 @@ class Decoder:
 
 @dataclass
 class RotaryTables:
-    """Cosines and sines of all positions, as the model's rotary module gives them, in float32."""
+    """Cosines and sines of all positions, as the model's rotary module gives them, in float32.
+
+    changes_at: the length of text from which on a pass has other frequencies for all its positions, as Phi-4-mini's
+        have behind 4,096 tokens; None: none has.
+    """
 
     module: nn.Module
-    made: dict[str | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    changes_at: int | None = None
+    made: dict[tuple[str | None, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def of(self, kind: str | None, length: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [at least `length`, rotated channels] for layers of this kind."""
-        made = len(self.made[kind][0]) if kind in self.made else 0
+        """(cos, sin) [at least `length`, rotated channels] for layers of this kind, in a pass up to so many tokens."""
+        later = self.changes_at is not None and length > self.changes_at
+        key = kind, "later" if later else "first"
+        made = len(self.made[key][0]) if key in self.made else 0
         if made < length:
             device = next((buffer.device for buffer in self.module.buffers()), None)
-            # Passes over one more token need one more place.
-            self.made[kind] = self.at(kind, torch.arange(max(length, 2 * made), device=device))
-        return self.made[kind]
+            room = max(length, 2 * made)  # passes over one more token need one more place
+            if self.changes_at is not None and not later:
+                room = min(room, self.changes_at)
+            self.made[key] = self.at(kind, torch.arange(room, device=device))
+        return self.made[key]
+
+    def of_steps(self, kind: str | None, length: int) -> tuple[Tensor, Tensor]:
+        """The same for steps of one token, each of which has the frequencies of its own position."""
+        first = self.changes_at
+        if first is None or length <= first:
+            return self.of(kind, length)
+        if len(self.made.get((kind, "steps"), ((),))[0]) != length:
+            pairs = zip(self.of(kind, first), self.of(kind, length), strict=True)
+            cos, sin = (torch.cat([early[:first], late[first:length]]) for early, late in pairs)
+            self.made[kind, "steps"] = cos, sin
+        return self.made[kind, "steps"]
 
     def at(self, kind: str | None, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) [positions, rotated channels] for layers of this kind, at these positions, int64."""
@@ -247,8 +267,8 @@ def recognise(model: nn.Module, by_cache: bool = False, anywhere: bool = False) 
     if body is None or head is None or {n for n, _ in model.named_children()} - {STREAM} != {"model", "lm_head"}:
         raise NotNative("the model is not a body and a head")
     _expect(body, MODEL, "the model")
-    kinds = getattr(body.rotary_emb, "rope_type", "default")
-    if any(one in CHANGING for one in (kinds.values() if isinstance(kinds, dict) else [kinds])):
+    kinds, change = getattr(body.rotary_emb, "rope_type", "default"), changes_at(model)
+    if change is None and any(one in CHANGING for one in (kinds.values() if isinstance(kinds, dict) else [kinds])):
         raise NotNative(f"rotary positions of kind {kinds!r}")
     # Gemma 3 has rotary frequencies for each kind of layer.
     several = getattr(body.rotary_emb, "layer_types", None) is not None
@@ -258,10 +278,17 @@ def recognise(model: nn.Module, by_cache: bool = False, anywhere: bool = False) 
     if residual != 1:
         blocks = tuple(_of_smaller_stream(block, residual) for block in blocks)
     return Decoder(
-        body.embed_tokens, blocks, _smaller(_norm(body.norm), residual), head, RotaryTables(body.rotary_emb),
+        body.embed_tokens, blocks, _smaller(_norm(body.norm), residual), head, RotaryTables(body.rotary_emb, change),
         model.dtype, stream, cap=getattr(model.config, "final_logit_softcapping", None) or 0.0,
         embedding_scale=embedding, residual_scale=residual, logit_scale=1 / logits,
     )  # fmt: skip
+
+
+def changes_at(model: nn.Module) -> int | None:
+    """The length of text from which on a model has other rotary frequencies; None: it keeps them, or changes them in
+    another way."""
+    rotary = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return rotary["original_max_position_embeddings"] if rotary.get("rope_type") == "longrope" else None
 
 
 def _factor(config: Any, name: str) -> float:

@@ -116,6 +116,23 @@ def test_logits_are_those_of_the_model(tiny, architecture, more, batch, padded):
 
 
 @torch.no_grad()
+def test_rotary_frequencies_that_change_with_the_length(tiny):
+    """As Phi-4-mini's: before the change, across it, where transformers reads the text again, and behind it."""
+    rotary = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.2, 1.4, 1.6],
+              "long_factor": [1.0, 3.0, 6.0, 9.0], "original_max_position_embeddings": 48}  # fmt: skip
+    more = {"rope_parameters": rotary, "original_max_position_embeddings": 48, "max_position_embeddings": 128}
+    own, model = (tiny("phi3", **more).bfloat16() for _ in range(2))
+    accelerate(model)
+    assert "steps in one call of C++" in repr(model.acceleration)
+    ids = (torch.arange(70) * 7919 % 96)[None]
+    for length in (20, 44, 60):
+        found, expected = logits(model, ids[:, :length], steps=8), logits(own, ids[:, :length], steps=8)
+        assert float((found - expected).norm() / expected.norm()) < 0.05
+        how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        assert torch.equal(model.generate(ids[:, :length], **how), own.generate(ids[:, :length], **how))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("wrong, message", [
     ({"logit_scale": 1.1}, "head gives other logits"), ({"embedding_scale": 1.1}, "embedding gives other rows"),
     ({"residual_scale": 0.9}, "block 0 gives another output"),

@@ -80,7 +80,7 @@ class FusedBody:
         if decoder.residual_scale != 1:
             raise NotNative("the model has `residual_multiplier`")
         # Graphs read these tables, which must therefore live as long as this object.
-        self.tables = {kind: decoder.rotary.of(kind, positions) for kind in {b.kind for b in decoder.blocks}}
+        self.tables = {kind: decoder.rotary.of_steps(kind, positions) for kind in {b.kind for b in decoder.blocks}}
         for block in decoder.blocks:
             cos, _ = self.tables[block.kind]
             if cos.shape[1] != block.channels or block.channels % 2:

@@ -30,6 +30,7 @@ from transformers.generation import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from kernels.step.decoder import changes_at
 from kernels.step.native import MOST_IN_SEQUENCE
 from kernels.step.writing.guesses import Draft, DraftPace, Guesser, LookupOrDraft, PromptLookup
 from kernels.step.writing.sampling import SamplingChoice, choice_of
@@ -182,6 +183,8 @@ def decode(
     config = generation_config
     more = config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states)
     fixed = getattr(model_kwargs.get("past_key_values"), "is_compileable", False)  # wants masks of its own
+    change = changes_at(model)  # transformers reads the text again there
+    fixed = fixed or (change is not None and input_ids.shape[1] <= change < config.max_length)
     if synced_gpus or more or fixed or not model_kwargs.get("use_cache") or not model_kwargs.keys() <= KNOWN:
         return type(model)._sample(
             model, input_ids, logits_processor, stopping_criteria, config,
