@@ -26,7 +26,9 @@ SLIDING = {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "
 SETTINGS: dict[str, dict] = {
     "llama": {"attention_bias": True}, "mistral": {}, "qwen2": {}, "qwen3": {}, "phi3": {},
     "gemma2": {"query_pre_attn_scalar": 16}, "gemma3_text": {"query_pre_attn_scalar": 16, **SLIDING},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4}, "granite": {}, "olmo2": {},
 }  # fmt: skip
+UNKNOWN = ("smollm3", "granite", "olmo2")  # to transformers' reader: what is verified is the logits of its tensors
 KNOBS: dict[str, dict] = {
     "rtn": {"group_size": 32}, "int8": {}, "fp8": {}, "nf4": {"group_size": 32}, "wanda": {"pattern": "2:4"},
 }  # fmt: skip
@@ -180,6 +182,11 @@ def test_models_come_back_through_transformers(architecture, tiny, tokens, tmp_p
     if architecture == "phi3":  # older versions of llama.cpp do not load it otherwise
         assert reader.fields["phi3.attention.sliding_window"].contents() == 0
     assert stored["blk.0.ffn_down.weight"].tensor_type == GGML.Q4_0
+    card = (file.parent / "README.md").read_text()
+    assert ("gguf_file" in card) == (architecture not in UNKNOWN)
+    if architecture in UNKNOWN:
+        assert "It is loaded by llama.cpp." in card
+        return
     # The reader leaves out some settings, and takes Mistral for Llama.
     given = {} if architecture == "mistral" else {"config": result.model.config}
     again = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **given).eval()

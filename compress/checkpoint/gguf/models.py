@@ -13,6 +13,7 @@ import torch
 from gguf import MODEL_ARCH
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from compress.dropped import dropped_parts
@@ -33,6 +34,8 @@ class Architecture:
             None: all blocks are alike.
     names_window: the file names the window also where all blocks are alike, 0 if there is none: versions of llama.cpp
         do not load it otherwise.
+    unturned_every: of every group of this many blocks, the last rotates nothing; None: all rotate.
+    scales: the file names factors of embedded tokens, of what blocks add, of scores and of logits.
     """
 
     arch: MODEL_ARCH
@@ -41,6 +44,8 @@ class Architecture:
     shifted_norms: bool = False
     full_every: int | None = None
     names_window: bool = False
+    unturned_every: int | None = None
+    scales: bool = False
 
 
 _GELU = "gelu_pytorch_tanh"
@@ -52,6 +57,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture(MODEL_ARCH.GEMMA2, _GELU, shifted_norms=True, full_every=2),
     "gemma3_text": Architecture(MODEL_ARCH.GEMMA3, _GELU, shifted_norms=True, full_every=6),
     "phi3": Architecture(MODEL_ARCH.PHI3, names_window=True),
+    "smollm3": Architecture(MODEL_ARCH.SMOLLM3, interleaved=True, unturned_every=4),
+    "granite": Architecture(MODEL_ARCH.GRANITE, interleaved=True, scales=True),
+    "olmo2": Architecture(MODEL_ARCH.OLMO2),
 }
 
 
@@ -100,6 +108,11 @@ def problem_of(model: nn.Module) -> str:
     except ValueError as error:
         return str(error)
     return next(filter(None, (check(config) for check in _CHECKS)), "")
+
+
+def read_by_transformers(config: PreTrainedConfig) -> bool:
+    """Whether transformers' reader of GGUF files knows this architecture; llama.cpp does."""
+    return gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type].arch] in GGUF_SUPPORTED_ARCHITECTURES
 
 
 def entries(model: nn.Module) -> Iterator[Entry]:
@@ -152,6 +165,11 @@ def write_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     ):
         if value:
             add(value)
+    if ARCHITECTURES[config.model_type].scales:
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
 
 
 def remarks(config: PreTrainedConfig) -> list[str]:
@@ -260,6 +278,16 @@ def _rope_problem(config: PreTrainedConfig) -> str:
     return f"`model`: rotary positions of the kind {kind} cannot be written; these can: {', '.join(possible)}"
 
 
+def _unturned_problem(config: PreTrainedConfig) -> str:
+    every, turned = ARCHITECTURES[config.model_type].unturned_every, getattr(config, "no_rope_layers", None)
+    if every is None or [bool(one) for one in turned] == [bool((i + 1) % every) for i in range(len(turned))]:
+        return ""
+    return (
+        f"`model`: llama.cpp rotates the keys of every block of {config.model_type} but each {every}th; in this model "
+        f"that is otherwise (were blocks dropped?): `no_rope_layers` is {list(turned)}"
+    )
+
+
 def _window_problem(config: PreTrainedConfig) -> str:
     every, kinds = ARCHITECTURES[config.model_type].full_every, getattr(config, "layer_types", None) or []
     if every is None:
@@ -289,5 +317,5 @@ def _attention_scale_problem(config: PreTrainedConfig) -> str:
 
 
 _CHECKS: tuple[Callable[[PreTrainedConfig], str], ...] = (
-    _activation_problem, _rope_problem, _window_problem, _attention_scale_problem,
+    _activation_problem, _rope_problem, _unturned_problem, _window_problem, _attention_scale_problem,
 )  # fmt: skip

@@ -101,7 +101,9 @@ def verify(checkpoint: Checkpoint, folder: Path) -> Verification:
     tally = _compare_tensors(checkpoint, folder / file_name(checkpoint))
     difference, agreement, remarks = _compare_logits(checkpoint, folder)
     remarks = [*_remarks(checkpoint, tally), *remarks, *_compare_tokens(checkpoint, folder)]
-    readers = f"transformers {version('transformers')}, gguf {version('gguf')}"
+    readers = f"gguf {version('gguf')}"
+    if models.read_by_transformers(checkpoint.model.config):
+        readers = f"transformers {version('transformers')}, {readers}"
     return Verification(readers, difference, tuple(remarks), agreement)
 
 
@@ -179,7 +181,8 @@ def _compare_tensors(checkpoint: Checkpoint, path: Path) -> _Tally:
 
 
 def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, str, list[str]]:
-    """Load the file with transformers' GGUF reader and compare logits.
+    """Load the file with transformers' GGUF reader and compare logits. Where it does not know the architecture, the
+    tensors are decoded by `gguf` and put into transformers' own model.
 
     Returns:
         the largest difference; in words the number of equal tokens and the difference of the logits at the median
@@ -188,14 +191,8 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, str, l
     Raises:
         RuntimeError: the logits differ by more than rounding to 16 bits explains.
     """
-    model, name = checkpoint.model, file_name(checkpoint)
-    with errors_only("transformers"):  # no advice on packed weights
-        config = AutoConfig.from_pretrained(folder, gguf_file=name)
-        ours = true_config(model)
-        missed = _not_read(ours, config)
-        for setting in missed:
-            setattr(config, setting, getattr(ours, setting))
-        again = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, config=config, dtype=model.dtype).eval()
+    model, knows = checkpoint.model, models.read_by_transformers(checkpoint.model.config)
+    again, missed = _by_transformers(checkpoint, folder) if knows else (_by_package(checkpoint, folder), [])
     device = next(model.parameters()).device
     again.set_attn_implementation(model.config._attn_implementation)
     ids = prompts(model, checkpoint.tokenizer).to(device)
@@ -206,8 +203,9 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, str, l
     median, largest = by_position.median().item(), by_position.max().item()
     spread = expected.std().item() or 1.0
     if not median <= TOLERANCE[model.dtype] * spread:
+        reader = "transformers" if knows else "gguf"
         raise RuntimeError(
-            "the GGUF file, read by transformers, gives other logits than the model in memory: they differ by up to "
+            f"the GGUF file, read by {reader}, gives other logits than the model in memory: they differ by up to "
             f"{median:.2e} at the median position, and spread by {spread:.2e}, although every tensor agrees"
         )
     same = expected.argmax(-1) == found.argmax(-1)
@@ -216,13 +214,39 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, str, l
         f"{median:.1e} at the median position, where rounding explains {TOLERANCE[model.dtype] * spread:.1e} "
         f"({largest:.1e} at most; they spread by {spread:.1e})"
     )
-    remarks = []
+    remarks = [] if knows else ["transformers' GGUF reader does not know this architecture; llama.cpp does"]
     if missed:
         remarks.append(
             f"transformers' GGUF reader does not read {', '.join(missed)} of this architecture: there, give "
             "`from_pretrained` a configuration with them; llama.cpp reads them, or has the same values fixed"
         )
     return largest, agreement, remarks
+
+
+def _by_transformers(checkpoint: Checkpoint, folder: Path) -> tuple[nn.Module, list[str]]:
+    """The model that transformers' reader makes of the file, and the settings that it does not read."""
+    model, name = checkpoint.model, file_name(checkpoint)
+    with errors_only("transformers"):  # no advice on packed weights
+        config, ours = AutoConfig.from_pretrained(folder, gguf_file=name), true_config(model)
+        missed = _not_read(ours, config)
+        for setting in missed:
+            setattr(config, setting, getattr(ours, setting))
+        again = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, config=config, dtype=model.dtype)
+    return again.eval(), missed
+
+
+def _by_package(checkpoint: Checkpoint, folder: Path) -> nn.Module:
+    """A model of transformers with the weights of the file."""
+    model = checkpoint.model
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(folder / file_name(checkpoint)).tensors}
+    again = AutoModelForCausalLM.from_config(true_config(model), dtype=model.dtype).eval()
+    weights = again.state_dict()
+    for entry in models.entries(model):
+        tensor = stored[entry.name]
+        read = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy()) - entry.shift
+        if entry.source:
+            weights[entry.source][... if entry.order is None else entry.order] = read.to(model.dtype)
+    return again
 
 
 def _not_read(ours: PreTrainedConfig, theirs: PreTrainedConfig) -> list[str]:
@@ -276,7 +300,8 @@ def _compare_tokens(checkpoint: Checkpoint, folder: Path) -> list[str]:
         RuntimeError: a token has another number.
     """
     tokenizer, vocabulary = checkpoint.tokenizer, _vocabulary(checkpoint)
-    if tokenizer is None or "tokenizer.ggml.tokens" not in vocabulary.fields:
+    names = "tokenizer.ggml.tokens" in vocabulary.fields
+    if tokenizer is None or not names or not models.read_by_transformers(checkpoint.model.config):
         return list(vocabulary.remarks)
     with errors_only("transformers"):  # no advice on packed weights
         again = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file_name(checkpoint))

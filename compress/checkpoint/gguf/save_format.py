@@ -9,12 +9,15 @@ from torch import nn
 
 from compress.checkpoint.save_format import Checkpoint, SaveFormat, Verification
 
-SNIPPET = """With llama.cpp (`llama-cli`, `llama-server`, or `pip install llama-cpp-python`):
+LLAMA_CPP = """With llama.cpp (`llama-cli`, `llama-server`, or `pip install llama-cpp-python`):
 
 ```sh
 llama-cli -m PATH/*.gguf -p "The capital of France is" -n 32
 ```
-
+"""
+SNIPPET = (
+    LLAMA_CPP
+    + """
 With transformers, which dequantises the weights:
 
 ```python
@@ -23,6 +26,7 @@ where = {"pretrained_model_name_or_path": "PATH", "gguf_file": "NAME.gguf"}  # t
 model, tokenizer = AutoModelForCausalLM.from_pretrained(**where), AutoTokenizer.from_pretrained(**where)
 ```
 """
+)
 
 
 # Bits of codes in groups of 32 that take as many bytes in a file, by format, grid and kind of scales (None: 16 bits).
@@ -41,6 +45,14 @@ class GGUF(SaveFormat):
 
     snippet: ClassVar[str] = SNIPPET
     library: ClassVar[str] = "gguf"
+
+    def how_to_load(self, model: nn.Module) -> str:
+        return self.snippet if self.read_by(model) == self.readers else LLAMA_CPP
+
+    def read_by(self, model: nn.Module) -> str:
+        from compress.checkpoint.gguf.models import read_by_transformers
+
+        return self.readers if read_by_transformers(model.config) else "llama.cpp"
 
     def problem(self, linear: dict[str, Any]) -> str:
         # Codes that fit no type are written in 16 bits; `verify` reports the cost.
