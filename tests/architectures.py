@@ -84,7 +84,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmo3": _WINDOWS,
     "phi3": {"sliding_window": None},
     "seed_oss": {},
-    "smollm3": {"no_rope_layers": (1, 0)},
+    "smollm3": {"no_rope_layers": (1, 1, 1, 0)},
     "vaultgemma": _WINDOWS,
     "gemma4_unified_text": {
         "layer_types": ("sliding_attention",) * 3 + ("full_attention",),
@@ -124,7 +124,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "xglm": {},
     # mixtures of experts
     "mixtral": {"sliding_window": None},
-    "qwen3_moe": {"num_experts": 6},
+    "qwen3_moe": {"num_experts": 6, "norm_topk_prob": True},
     "qwen2_moe": {},
     "gpt_oss": _WINDOWS,
     "afmoe": {},

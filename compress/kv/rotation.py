@@ -43,7 +43,7 @@ class LayerRotation:
         Raises:
             ValueError: it is not known how the layer rotates.
         """
-        rotation = learned_rotations(self.model)[self.attention.layer_idx]
+        rotation = learned_rotations(self.model).get(self.attention.layer_idx)  # several layers may share a module
         if isinstance(rotation, str):
             raise ValueError(rotation)
         return x if rotation is None else rotation(x, positions, back)
@@ -146,6 +146,11 @@ def check_rotations(model: nn.Module) -> None:
     """Raise ValueError if it is not known how a layer that keeps all positions rotates its keys."""
     rotations = learned_rotations(model)
     for number in keeping_layers(model):
+        if number not in rotations and rotaries_of(model):
+            raise ValueError(
+                f"`model` ({type(model).__name__}): the attention of layer {number} does not name its layer, so that "
+                "it is not known how it rotates its keys"
+            )
         if isinstance(reason := rotations.get(number), str):
             raise ValueError(reason)
 

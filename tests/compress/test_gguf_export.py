@@ -27,6 +27,7 @@ SETTINGS: dict[str, dict] = {
     "llama": {"attention_bias": True}, "mistral": {}, "qwen2": {}, "qwen3": {}, "phi3": {},
     "gemma2": {"query_pre_attn_scalar": 16}, "gemma3_text": {"query_pre_attn_scalar": 16, **SLIDING},
     "smollm3": {"no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4}, "granite": {}, "olmo2": {},
+    "qwen2_moe": {}, "qwen3_moe": {"norm_topk_prob": True},
 }  # fmt: skip
 UNKNOWN = ("smollm3", "granite", "olmo2")  # to transformers' reader: what is verified is the logits of its tensors
 KNOBS: dict[str, dict] = {
@@ -181,7 +182,8 @@ def test_models_come_back_through_transformers(architecture, tiny, tokens, tmp_p
     stored = {tensor.name: tensor for tensor in reader.tensors}
     if architecture == "phi3":  # older versions of llama.cpp do not load it otherwise
         assert reader.fields["phi3.attention.sliding_window"].contents() == 0
-    assert stored["blk.0.ffn_down.weight"].tensor_type == GGML.Q4_0
+    down = "blk.0.ffn_down_exps.weight" if architecture.endswith("moe") else "blk.0.ffn_down.weight"
+    assert stored[down].tensor_type == GGML.Q4_0
     card = (file.parent / "README.md").read_text()
     assert ("gguf_file" in card) == (architecture not in UNKNOWN)
     if architecture in UNKNOWN:
@@ -193,6 +195,25 @@ def test_models_come_back_through_transformers(architecture, tiny, tokens, tmp_p
     (ids,) = tokens(1)
     expected, found = result.model(ids).logits, again(ids).logits
     assert (expected - found).abs().max() < 0.02 * expected.std()
+
+
+@pytest.mark.parametrize("skip", ["*experts*", "*experts.gate_up_proj.1*"])
+def test_experts_that_are_not_compressed_become_floats(skip, tiny, tmp_path):
+    """All of a layer are one tensor, which has one type."""
+    saved(
+        apply([METHODS["rtn"](bits=4, group_size=32, skip=skip)], tiny("qwen3_moe", norm_topk_prob=True), []), tmp_path
+    )
+    kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(next(tmp_path.glob("*.gguf"))).tensors}
+    assert kinds["blk.0.ffn_gate_exps.weight"] == GGML.F16 and kinds["blk.0.attn_q.weight"] == GGML.Q4_0
+    assert kinds["blk.0.ffn_down_exps.weight"] == (GGML.F16 if skip == "*experts*" else GGML.Q4_0)
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"norm_topk_prob": False}, "with `norm_topk_prob` True, not False"),
+    ({"norm_topk_prob": True, "mlp_only_layers": [0]}, "expects experts in every block"),
+])  # fmt: skip
+def test_other_mixtures_are_refused(settings, message, tiny):
+    assert message in gguf_models.problem_of(tiny("qwen3_moe", **settings))
 
 
 @pytest.mark.in_turns(2)

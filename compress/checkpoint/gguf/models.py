@@ -5,6 +5,7 @@ permuted rows, shifted weights, metadata, and settings that are fixed in its cod
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ class Architecture:
         do not load it otherwise.
     unturned_every: of every group of this many blocks, the last rotates nothing; None: all rotate.
     scales: the file names factors of embedded tokens, of what blocks add, of scores and of logits.
+    sums_to_one: the weights of the chosen experts are divided by their sum, which is fixed in llama.cpp; None: there
+        are no experts.
     """
 
     arch: MODEL_ARCH
@@ -46,6 +49,7 @@ class Architecture:
     names_window: bool = False
     unturned_every: int | None = None
     scales: bool = False
+    sums_to_one: bool | None = None
 
 
 _GELU = "gelu_pytorch_tanh"
@@ -60,7 +64,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": Architecture(MODEL_ARCH.SMOLLM3, interleaved=True, unturned_every=4),
     "granite": Architecture(MODEL_ARCH.GRANITE, interleaved=True, scales=True),
     "olmo2": Architecture(MODEL_ARCH.OLMO2),
+    "qwen2_moe": Architecture(MODEL_ARCH.QWEN2MOE, sums_to_one=False),
+    "qwen3_moe": Architecture(MODEL_ARCH.QWEN3MOE, sums_to_one=True),
 }
+EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(?:\.(\d+)\.weight)?")  # of a layer, or one of them
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class Entry:
             None.
         order: rows of the model's tensor in the order of the file; None: unchanged. shift: added to each value.
         tensor: the model's tensor if `linear` is None.
+        experts: entries of the experts that this tensor holds, [experts, out, in]; their names do not count.
     """
 
     name: str
@@ -80,9 +88,12 @@ class Entry:
     tensor: Tensor | None
     order: Tensor | None = None
     shift: float = 0.0
+    experts: tuple["Entry", ...] = ()
 
     def values(self) -> Tensor:
         """The values that the file must represent: float32, on the CPU."""
+        if self.experts:
+            return torch.stack([expert.values() for expert in self.experts])
         W = (self.tensor.detach() if self.linear is None else self.linear.dequantize()).to("cpu", torch.float32)
         W = W if self.order is None else W[self.order]
         return W + self.shift if self.shift else W
@@ -102,17 +113,20 @@ def problem_of(model: nn.Module) -> str:
             f"parts inside blocks were dropped ({', '.join(list(parts)[:3])}), which llama.cpp cannot leave out; whole "
             "blocks can be dropped"
         )
+    if problem := next(filter(None, (check(config) for check in _CHECKS)), ""):
+        return problem
     try:
         for _ in entries(model):
             pass
     except ValueError as error:
         return str(error)
-    return next(filter(None, (check(config) for check in _CHECKS)), "")
+    return ""
 
 
 def read_by_transformers(config: PreTrainedConfig) -> bool:
     """Whether transformers' reader of GGUF files knows this architecture; llama.cpp does."""
-    return gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type].arch] in GGUF_SUPPORTED_ARCHITECTURES
+    known = {name.replace("_", "") for name in GGUF_SUPPORTED_ARCHITECTURES}  # "qwen3_moe" for llama.cpp's qwen3moe
+    return gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type].arch] in known
 
 
 def entries(model: nn.Module) -> Iterator[Entry]:
@@ -126,7 +140,12 @@ def entries(model: nn.Module) -> Iterator[Entry]:
     names = gguf.get_tensor_name_map(how.arch, config.num_hidden_layers)
     embedding = model.get_input_embeddings()
     table = None if isinstance(embedding, CompressedEmbedding) else embedding.weight
+    experts: dict[str, list[Entry]] = {}
     for source, linear, tensor in _weights(model):
+        if how.sums_to_one is not None and (found := EXPERTS.fullmatch(source)):
+            for name, entry in _of_experts(*found.groups(), source, linear, tensor):
+                experts.setdefault(name, []).append(entry)
+            continue
         tied = tensor is not None and source != _name_of(model, embedding) and tensor is table
         if tied:
             continue
@@ -135,11 +154,27 @@ def entries(model: nn.Module) -> Iterator[Entry]:
             raise ValueError(
                 f"`model`: llama.cpp's {gguf.MODEL_ARCH_NAMES[how.arch]} has no place for the weight {source}"
             )
+        if name.endswith("ffn_gate_inp_shexp.weight"):
+            tensor = tensor[0]  # a single row is a vector
         order = _rotary_order(config, name) if how.interleaved else None
         shift = 1.0 if how.shifted_norms and name.endswith("norm.weight") else 0.0
         yield Entry(name, source, linear, tensor, order, shift)
+    for source, own in experts.items():
+        yield Entry(names.get_name(source, try_suffixes=(".weight",)), source, None, None, experts=tuple(own))
     if (factors := rope_factors(config)) is not None:
         yield Entry("rope_freqs.weight", "", None, factors)
+
+
+def _of_experts(
+    layer: str, part: str, number: str | None, source: str, linear: CompressedLinear | None, tensor: Tensor | None
+) -> Iterator[tuple[str, Entry]]:
+    """The matrices of one expert, or of all experts of a layer if they are one tensor, with their names in transformers
+    if gates and the rest were apart, as llama.cpp has them."""
+    for one in tensor if number is None else [tensor]:
+        out = (linear.out_features if one is None else len(one)) if part == "gate_up_proj" else 0
+        halves = {"gate_proj": torch.arange(out // 2), "up_proj": torch.arange(out // 2, out)}
+        for name, rows in halves.items() if out else [("down_proj", None)]:
+            yield f"{layer}{name}.weight", Entry("", source, linear, one, rows)
 
 
 def write_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
@@ -165,6 +200,12 @@ def write_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     ):
         if value:
             add(value)
+    if ARCHITECTURES[config.model_type].sums_to_one is not None:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if shared := getattr(config, "shared_expert_intermediate_size", None):
+            writer.add_expert_shared_feed_forward_length(shared)
     if ARCHITECTURES[config.model_type].scales:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -288,6 +329,17 @@ def _unturned_problem(config: PreTrainedConfig) -> str:
     )
 
 
+def _experts_problem(config: PreTrainedConfig) -> str:
+    needed = ARCHITECTURES[config.model_type].sums_to_one
+    if needed is None:
+        return ""
+    if config.norm_topk_prob != needed:
+        return f"`model`: llama.cpp computes {config.model_type} with `norm_topk_prob` {needed}, not {not needed}"
+    if config.mlp_only_layers or config.decoder_sparse_step != 1:
+        return f"`model`: llama.cpp expects experts in every block of {config.model_type}, and some have none here"
+    return ""
+
+
 def _window_problem(config: PreTrainedConfig) -> str:
     every, kinds = ARCHITECTURES[config.model_type].full_every, getattr(config, "layer_types", None) or []
     if every is None:
@@ -317,5 +369,5 @@ def _attention_scale_problem(config: PreTrainedConfig) -> str:
 
 
 _CHECKS: tuple[Callable[[PreTrainedConfig], str], ...] = (
-    _activation_problem, _rope_problem, _unturned_problem, _window_problem, _attention_scale_problem,
+    _activation_problem, _rope_problem, _unturned_problem, _experts_problem, _window_problem, _attention_scale_problem,
 )  # fmt: skip

@@ -21,6 +21,7 @@ from compress.checkpoint.gguf.tokenizer import Vocabulary, fields_of, from_file,
 from compress.checkpoint.gguf.types import (
     ROUNDING,
     Encoded,
+    Grid,
     encode,
     encode_floats,
     grid_of,
@@ -60,11 +61,14 @@ class _Tally:
         self.count[kind.name] += 1
         self.nbytes[kind.name] += nbytes
         self.rounding = max(self.rounding, change)
-        if entry.linear is not None:
-            self.linears += nbytes
-            self.pruned += keeps_zeros(list(entry.linear.parts))
-            if kind in FLOATS and not of_floats(list(entry.linear.parts)):
-                self.as_floats.append(entry.source.removesuffix(".weight"))
+        every = entry.experts or (entry,)
+        for one in every:
+            if one.linear is None:
+                continue
+            self.linears += nbytes // len(every)
+            self.pruned += keeps_zeros(list(one.linear.parts))
+            if kind in FLOATS and not of_floats(list(one.linear.parts)):
+                self.as_floats.append(one.source.removesuffix(".weight"))
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
@@ -116,13 +120,20 @@ def file_name(checkpoint: Checkpoint) -> str:
 def _encoded(entry: models.Entry) -> Encoded:
     """The stored form of an entry: norms and biases in 32 bits, the rest by `encode`."""
     W = entry.values()
+    if entry.experts:
+        grids = [_grid(expert) for expert in entry.experts]
+        zeros = any(expert.linear is not None and keeps_zeros(list(expert.linear.parts)) for expert in entry.experts)
+        made = encode(W.flatten(0, 1), Grid.joined(grids), keep_zeros=zeros)
+        return made._replace(data=made.data.reshape(*W.shape[:2], -1))
     if W.dim() == 1:
         return encode_floats(W, (GGML.F32,))
-    if entry.linear is None:
-        return encode(W, None)
-    grid = grid_of(list(entry.linear.parts))
-    grid = grid if grid is None or entry.order is None else grid.rows(entry.order)
-    return encode(W, grid, keep_zeros=keeps_zeros(list(entry.linear.parts)))
+    zeros = entry.linear is not None and keeps_zeros(list(entry.linear.parts))
+    return encode(W, _grid(entry), keep_zeros=zeros)
+
+
+def _grid(entry: models.Entry) -> Grid | None:
+    grid = None if entry.linear is None else grid_of(list(entry.linear.parts))
+    return grid if grid is None or entry.order is None else grid.rows(entry.order)
 
 
 def _file_type(nbytes: Counter) -> gguf.LlamaFileType:
@@ -254,6 +265,8 @@ def _not_read(ours: PreTrainedConfig, theirs: PreTrainedConfig) -> list[str]:
     names = (
         "head_dim", "rope_parameters", "layer_types", "sliding_window", "attn_logit_softcapping", "attention_bias",
         "final_logit_softcapping", "query_pre_attn_scalar", "rms_norm_eps", "mlp_bias", "tie_word_embeddings",
+        "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+        "norm_topk_prob",
     )  # fmt: skip
     both = [name for name in names if hasattr(ours, name) and hasattr(theirs, name)]
     return [name for name in both if not _alike(getattr(ours, name), getattr(theirs, name))]

@@ -45,6 +45,15 @@ class Grid:
         """The same weight with its output channels in another order."""
         return Grid(self.codes[order], self.scale[order], None if self.zero is None else self.zero[order])
 
+    @classmethod
+    def joined(cls, grids: Sequence["Grid | None"]) -> "Grid | None":
+        """The rows of several weights in one; None if they are not of one kind, or one is None."""
+        kinds = {None if grid is None else (grid.scale.shape[1], grid.zero is None) for grid in grids}
+        if len(kinds) > 1 or None in kinds:
+            return None
+        codes, scale = (torch.cat([getattr(grid, name) for grid in grids]) for name in ("codes", "scale"))
+        return cls(codes, scale, None if grids[0].zero is None else torch.cat([grid.zero for grid in grids]))
+
     def signed(self) -> Tensor:
         """code - zero, int16 [out, in]."""
         if self.zero is None:
