@@ -1,7 +1,7 @@
 """Models of a folder whose weights stay on disk: the map from the tensors of files to the weights of the model."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from compress.checkpoint.files import check_filled, take_generation_config
 from compress.checkpoint.on_disk import tensors_of
@@ -20,7 +26,7 @@ from compress.embedding import find_ends
 from compress.walk.blocks import find_blocks
 from compress.walk.capture import Stop
 from compress.walk.offload import empty_weights, offload
-from compress.walk.shards import OnDisk, WorkFolder
+from compress.walk.shards import OnDisk, StackedOnDisk, WorkFolder
 
 
 def load_on_disk(folder: Path, dtype: torch.dtype, *, home: str, offload_path: str | Path = "") -> nn.Module:
@@ -91,25 +97,50 @@ def _weights(model: nn.Module, stored: Mapping[str, OnDisk]) -> dict[str, OnDisk
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
     found: dict[str, OnDisk] = {}
     unused: list[str] = []
+    experts: dict[str, dict[int, dict[int, OnDisk]]] = {}  # by name in the model, expert, and number of the matrix
     for name, tensor in stored.items():
         own, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
         if own not in state and name in state:
             own, converted = name, None
         if converted is not None:
-            raise ValueError(
-                f"`weights` (='disk') cannot take {type(model).__name__}: transformers puts {name} and others together "
-                f"to {own} when it loads them; weights='memory' works"
-            )
-        if own in state:
+            if (place := _place(name, converted, converters)) is None:
+                raise ValueError(
+                    f"`weights` (='disk') cannot take {type(model).__name__}: transformers puts {name} and others "
+                    f"together to {own} when it loads them; weights='memory' works"
+                )
+            experts.setdefault(own, {}).setdefault(place[0], {})[place[1]] = tensor
+        elif own in state:
             found[own] = tensor
         else:
             unused.append(own)
+    for own, by_expert in experts.items():
+        every = [[matrices[i] for i in sorted(matrices)] for _, matrices in sorted(by_expert.items())]
+        shapes = [[one.shape for one in matrices] for matrices in every]
+        if sorted(by_expert) != [*range(len(every))] or any(one != shapes[0] for one in shapes):
+            raise ValueError(f"the files lack some experts of {own}, or their shapes differ: {shapes[0]}, {shapes[-1]}")
+        found[own] = StackedOnDisk.of(every)
     by_parameter = {id(p): name for name, p in model.named_parameters(remove_duplicate=False) if name in found}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name not in found and id(parameter) in by_parameter:  # tied to one in `found`
             found[name] = found[by_parameter[id(parameter)]]
     _check_names(model, state, found, unused)
     return found
+
+
+def _place(name: str, pattern: str, converters: Sequence[WeightConverter]) -> tuple[int, int] | None:
+    """The expert of a tensor, and the number of its matrix there, if transformers stacks the matrices of experts, one
+    above the other, and does nothing else; None: it does something else.
+
+    Args:
+        pattern: of the converter, which the tensor's name matches.
+    """
+    converter = next(one for one in converters if pattern in one.source_patterns)
+    kinds = [(type(one), one.dim) for one in converter.operations if isinstance(one, MergeModulelist | Concatenate)]
+    number = re.search(re.escape(pattern).replace(r"\*", r"(\d+)"), name)
+    stacked = kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+    if number is None or not number.groups() or not stacked or len(kinds) != len(converter.operations):
+        return None
+    return int(number[1]), converter.source_patterns.index(pattern)
 
 
 def _check_names(model: nn.Module, state: Mapping[str, Any], found: Mapping[str, OnDisk], unused: list[str]) -> None:

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +82,35 @@ class OnDisk:
             if not count:
                 raise ValueError(f"{self.source.path} ends early: it is damaged or not complete")
             view = view[count:]
+
+
+@dataclass(frozen=True)
+class StackedOnDisk(OnDisk):
+    """One tensor [experts, rows, columns] of which a file holds the matrices of every expert by themselves.
+
+    Attributes:
+        experts: for each expert, its matrices, one above the other.
+    """
+
+    experts: tuple[tuple[OnDisk, ...], ...] = ()
+
+    @classmethod
+    def of(cls, experts: Sequence[Sequence[OnDisk]]) -> "StackedOnDisk":
+        """The tensor of these matrices [rows, columns], which are alike in every expert."""
+        first = experts[0][0]
+        shape = len(experts), sum(one.shape[0] for one in experts[0]), first.shape[1]
+        return cls(first.source, first.stored, shape, first.start, first.dtype, tuple(map(tuple, experts)))
+
+    def read(self, cached: bool = True) -> Tensor:
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        for expert, own in zip(tensor, self.experts, strict=True):
+            parts = expert.split([one.shape[0] for one in own])
+            for part, one in zip(parts, own, strict=True):
+                part.copy_(one.read(cached))
+        return tensor
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        return self.read()[numbers]
 
 
 class Source:

@@ -2,7 +2,7 @@
 
 import copy
 import gc
-import json
+import shutil
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from compress import apply, calibration, load_compressed, load_model, save_compressed
 from compress.checkpoint import workbench
-from compress.checkpoint.on_disk import load_compressed_on_disk
+from compress.checkpoint.files import weight_files
+from compress.checkpoint.on_disk import load_compressed_on_disk, tensors_of
 from compress.inputs.on_disk import load_on_disk
 from compress.linear import CompressedLinear, sharing_copy
 from compress.recipe import parse_recipe
@@ -20,10 +21,12 @@ from compress.walk.identity import weights_sha256
 from compress.walk.offload import AwayLinear, named_tensors, offloaded_parts, put_on_disk
 from compress.walk.shards import WorkFolder, write_tensors
 from compress.walk.streaming import Streamed, scorable
+from compress.walk.window import in_window
 from eval.evaluate import evaluate, score_text
 from eval.text.divergence import compare_on_text
 from eval.text.perplexity import perplexity
 from kernels.support.deploy import cast
+from tests.architectures import tiny_model
 
 CPU = torch.device("cpu")
 GPTQ = "gptq(bits=3, group_size=16, min_tokens=8)"
@@ -50,12 +53,6 @@ def test_a_model_runs_with_its_weights_on_disk(any_model, tokens):
 def test_folders_of_transformers_are_read_as_it_reads_them(any_model, tokens, tmp_path, dtype):
     any_model.save_pretrained(tmp_path, max_shard_size="100KB")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
-    stored = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    converted = any(".experts." in name for name in stored) and any_model.config.model_type != "gpt_oss"
-    if converted:
-        with pytest.raises(ValueError, match=r"`weights` \(='disk'\) cannot take .*ForCausalLM.*weights='memory'"):
-            load_on_disk(tmp_path, dtype, home="cpu")
-        return
     if any_model.config.model_type == "gpt_oss":
         with pytest.raises(ValueError, match="keeps model.layers.0.* in float32; dtype='float32' works"):
             load_on_disk(tmp_path, torch.float16, home="cpu")
@@ -218,6 +215,35 @@ def test_activations_on_disk_change_nothing(tiny, tokens, tmp_path, sequential):
         on_disk = apply(recipe, tiny("llama"), tokens())
     same(on_disk.model, in_memory.model)
     assert [path.name for path in folder.path.iterdir()] == ["lock"], "every file is gone with its activations"
+
+
+def test_experts_of_files_are_stacked_when_they_are_read(tiny, tokens, tmp_path):
+    """transformers writes the matrices of every expert by themselves, and has them as one tensor in memory."""
+    model, (ids,) = tiny("qwen3_moe", num_experts=12), tokens(1, 20)
+    model.save_pretrained(tmp_path / "model", max_shard_size="100KB")
+    on_disk = load_on_disk(tmp_path / "model", torch.float32, home="cpu").eval()
+    assert torch.equal(on_disk(ids).logits, model(ids).logits)
+    cut = next(name for name in weight_files(tmp_path / "model") if "experts.7.up_proj" in name)
+    with in_window(on_disk, "1MB"):
+        written = on_disk.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(written, model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0))
+    tensors = dict(named_tensors(on_disk))
+    whole = {name: t.read() for name, t in tensors_of(tmp_path / "model").items() if name != cut}
+    assert tensors["model.layers.0.mlp.experts.gate_up_proj"].shape[0] == 12
+    shutil.rmtree(tmp_path / "model")
+    model.config.save_pretrained(tmp_path / "model")
+    write_tensors(tmp_path / "model" / "model.safetensors", whole)
+    with pytest.raises(
+        ValueError, match=r"the files lack some experts of model\.layers\.0\.mlp\.experts\.gate_up_proj"
+    ):
+        load_on_disk(tmp_path / "model", torch.float32, home="cpu")
+
+
+def test_weights_that_transformers_makes_in_other_ways_are_refused(tmp_path):
+    """The convolutions of three linears of Kimi's become one."""
+    tiny_model("kimi_linear").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"`weights` \(='disk'\) cannot take KimiLinearForCausalLM.*weights='memory'"):
+        load_on_disk(tmp_path, torch.float32, home="cpu")
 
 
 @pytest.mark.parametrize(
