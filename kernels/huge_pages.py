@@ -70,6 +70,16 @@ def freed_memory_kept() -> Iterator[None]:
             _libc().malloc_trim(0)
 
 
+def give_memory_back() -> None:
+    """Let the C library give the memory that was freed back to the system.
+
+    glibc keeps blocks of up to 32 MB, such as the matrices of experts: what a model's blocks took, one after the other,
+    adds up to the size of the model. Nothing happens with another C library.
+    """
+    if sys.platform == "linux" and hasattr(_libc(), "malloc_trim"):
+        _libc().malloc_trim(0)
+
+
 def heap_in_huge_pages() -> int:
     """As `in_huge_pages`, for all that the C library holds at the moment in its main heap."""
     if sys.platform != "linux":

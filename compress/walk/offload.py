@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from compress.linear import CompressedLinear, compressed_linears, is_linear, replace
 from compress.walk.blocks import end_targets, find_blocks
 from compress.walk.shards import OnDisk, WorkFolder
+from kernels.huge_pages import give_memory_back
 
 
 @contextmanager
@@ -129,6 +130,8 @@ class Offloaded:
         finally:
             self._depth = depth + 1  # a pass that was left in the middle did not count itself out
             self._unload()
+            if not depth:
+                give_memory_back()
 
     def let_go(self, written: bool = True) -> None:
         """Free the memory of a part that a pass, which was left in the middle, did not give back. written: changed

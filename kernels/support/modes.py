@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -9,9 +10,13 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and in the model's own dtype; the modes of the modules are restored afterwards."""
-    training = [module for module in model.modules() if module.training]
-    whole, before = len(training) > 0 and all(m.training for m in model.modules()), set(model.modules())
+    """Without dropout, and in the model's own dtype; the modes of the modules are restored afterwards.
+
+    Modules that are replaced meanwhile go with their weights: nothing here holds them.
+    """
+    before = WeakSet(model.modules())
+    training = WeakSet(module for module in model.modules() if module.training)
+    whole = len(training) == len(before) > 0
     for module in training:
         module.training = False
     with ExitStack() as stack:
@@ -22,8 +27,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         finally:
             for module in training:
                 module.training = True
-            for module in set(model.modules()) - before:  # what has replaced others
-                module.training = whole
+            for module in model.modules():
+                if module not in before:  # it has replaced another
+                    module.training = whole
 
 
 def counting_writes() -> AbstractContextManager:
