@@ -110,6 +110,19 @@ def chain(*calls: str) -> str:
     return ", ".join(filter(None, calls))
 
 
+def trained_by(recipe: str, training: str) -> str:
+    """The recipe with a training behind what it stores, and before its methods of the cache.
+
+    Raises:
+        ValueError: as in `parse_recipe`.
+    """
+    methods = parse_recipe(recipe)
+    caches = [str(method) for method in methods if method.stage == "cache"]
+    if not caches:
+        return chain(recipe, training)
+    return chain(*(str(method) for method in methods if method.stage != "cache"), training, *caches)
+
+
 def recipes_of_run(recipe: str, compare: str = "") -> dict[str, list[Method]]:
     """The recipes of a run, by the names that its models have in the scores.
 

@@ -14,7 +14,7 @@ from compress.kv import attach, attached
 from compress.linear import weight_of
 from compress.method import Method, knob, settle
 from compress.plan import plan
-from compress.recipe import methods_of, parse_recipe, parse_recipes, parse_variants
+from compress.recipe import methods_of, parse_recipe, parse_recipes, parse_variants, trained_by
 from compress.walk.layerwise import LayerwiseMethod
 from compress.walk.statistics import Absmax, Rows
 from tests.architectures import tiny_model
@@ -238,3 +238,11 @@ def test_rows_are_spread_over_all_that_came_by(monkeypatch):
     assert found[0] == found[1] == found[2], "whatever the pieces"
     assert 4 <= len(found[0]) <= 16 and found[0] == sorted(set(found[0]))
     assert {i // 25 for i in found[0]} == {0, 1, 2, 3}, "from each quarter"
+
+
+def test_a_training_comes_before_methods_of_the_cache():
+    assert trained_by("gptq(bits=3)", "distil(minutes=2)") == "gptq(bits=3), distil(minutes=2)"
+    recipe = "rtn(bits=4, skip='*.[1-9].*,*down*'), snapkv(budget=0.5), kv_int"
+    found = parse_recipe(trained_by(recipe, "distil(minutes=2)"))
+    assert [method.name for method in found] == ["rtn", "distil", "snapkv", "kv_int"]
+    assert [m for m in found if m.name != "distil"] == parse_recipe(recipe) and settle(found)
