@@ -256,12 +256,13 @@ def compressed_tensors(subject: Subject) -> None:
 
 
 def gguf(subject: Subject) -> str | None:
-    """Exported to GGUF in 8 bits, the model gives the same logits, read by transformers and, where the environment
-    variable LLAMA_CPP_PYTHON names a Python that imports llama_cpp, by llama.cpp."""
+    """Exported to GGUF in 8 bits, the model gives the same logits, read by transformers where its reader knows the
+    architecture and, where the environment variable LLAMA_CPP_PYTHON names a Python that imports llama_cpp, by
+    llama.cpp."""
     model = subject.model()
     check_holds("gguf", model, {})
     result = subject.apply("rtn(bits=8, group_size=32)", model)
-    path = subject.saved(result, "gguf")  # verified by transformers' reader
+    path = subject.saved(result, "gguf")  # verified by transformers' reader, or by `gguf` in transformers' model
     if python := os.environ.get(LLAMA_CPP):
         file, found = next(path.glob("*.gguf")), path / "logits.json"
         command = [python, READER, file, json.dumps(subject.ids[0].tolist()), found]

@@ -63,7 +63,7 @@ def _listening(model: nn.Module) -> Iterator[dict[int, Heard]]:
                 positions=real[:, 0].long().cumsum(1) - 1,
                 tokens=real[:, 0].sum(1),
                 layer=module.layer_idx,
-                turn=turn_of(model, module),
+                turn=turn_of(model, module.layer_idx),
                 softcap=about.get("softcap"),
                 sinks=about.get("s_aux"),
             )
@@ -96,6 +96,11 @@ def costs(model: nn.Module, ids: Tensor, seed: int = 0, target: str = TARGETS[0]
     learned_rotations(model)
     with attached(model), _listening(model) as heard, torch.set_grad_enabled(target == "cost"):
         logits = model(torch.cat([ids, ids], 1), use_cache=False, logits_to_keep=n).logits[0].float()
+        if len(heard) < len(keeping_layers(model)):
+            raise ValueError(
+                f"`model` ({type(model).__name__}): several layers share a module of attention, so that the costs of "
+                "each cannot be told apart"
+            )
         gradients = [None] * len(heard)
         if target == "cost":
             generator = torch.Generator(logits.device).manual_seed(seed)

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from compress.kv.attention import expect, expect_again
 from compress.kv.cache import CompressedCache, attend_new
-from compress.kv.layer import KERNEL_DTYPES, STATES, HybridLayer, KVLayer, states_of
+from compress.kv.layer import KERNEL_DTYPES, STATES, KVLayer, states_of
 from compress.kv.precision import Precision
 from compress.kv.storage import DividedSlab, Slab
 from compress.kv.support import storing_layers
@@ -41,7 +41,9 @@ class CacheBatch(Cache):
         if len(seen := {cache.get_seq_length() for cache in caches}) != 1:
             raise ValueError(f"`caches` have seen {sorted(seen)} tokens; they must have seen as many")
         linear = [x for c in caches for x in c.layers if isinstance(x, LinearAttentionCacheLayerMixin)]
-        if any(layer.record_past or not states_of(layer) for layer in linear):
+        if any(
+            layer.record_past or not (states_of(layer) or all(layer.has_previous_state.values())) for layer in linear
+        ):
             raise ValueError(
                 "`caches`: states of linear attention must be those behind a prompt, and not recorded for guesses; "
                 "let the model read a prompt with each cache first"
@@ -187,8 +189,9 @@ class CacheBatch(Cache):
         for number, layer in enumerate(self.layers):
             own = [cache.layers[number] for cache in self.caches]
             _hand_out(layer, own)  # some models replace their states
-            if isinstance(layer, HybridLayer):  # a copy of the first one
-                layer.seen = own[0].seen
+            for name in ("seen", "cumulative_length"):  # the layer may be a copy of the first one
+                if hasattr(layer, name):
+                    setattr(layer, name, getattr(own[0], name))
         for cache in self.caches:
             cache.finish()
 

@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from compress.kv.allocation import kept
 from compress.kv.attention import attend
@@ -458,7 +463,7 @@ class KVLayer(DynamicLayer):
         self.fresh = 0
 
 
-class HybridLayer(KVLayer, LinearAttentionLayer):
+class HybridLayer(KVLayer, LinearAttentionAndFullAttentionLayer):
     """The kept keys and values of a layer that has attention and a state space side by side, as Falcon-H1 and Zamba2
     have, with its states. Only keys and values are compressed.
 
@@ -466,13 +471,11 @@ class HybridLayer(KVLayer, LinearAttentionLayer):
         states: the number of states. more: see `KVLayer`.
     """
 
-    lazy_initialization = LinearAttentionLayer.lazy_initialization
-    is_compileable = False
-
     def __init__(self, number: int, *, states: int = 1, **more: Any) -> None:
-        LinearAttentionLayer.__init__(self, number_of_states=states)
-        self._of_states = tuple(name for name, value in vars(self).items() if isinstance(value, dict))
         KVLayer.__init__(self, number, **more)
+        before = {name for name, value in vars(self).items() if isinstance(value, dict)} - {"about"}
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+        self._of_states = tuple(before)
 
     def copy_states(self) -> dict[str, Any]:
         """A copy of the states, and of what says which of them are there, as attributes."""

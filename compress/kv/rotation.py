@@ -31,10 +31,10 @@ def rotaries_of(model: nn.Module) -> list[nn.Module]:
 
 
 class LayerRotation:
-    """The rotation of queries and keys in one attention module, looked up when it is first needed."""
+    """The rotation of queries and keys in one layer, looked up when it is first needed."""
 
-    def __init__(self, model: nn.Module, attention: nn.Module) -> None:
-        self.model, self.attention = model, attention
+    def __init__(self, model: nn.Module, number: int) -> None:
+        self.model, self.number = model, number
 
     def __call__(self, x: Tensor, positions: Tensor, back: bool = False) -> Tensor:
         """x [B, H, n, D], positions [B, n] -> x rotated to these positions, or back from them; x itself if the layer
@@ -43,7 +43,7 @@ class LayerRotation:
         Raises:
             ValueError: it is not known how the layer rotates.
         """
-        rotation = learned_rotations(self.model).get(self.attention.layer_idx)  # several layers may share a module
+        rotation = learned_rotations(self.model)[self.number]
         if isinstance(rotation, str):
             raise ValueError(rotation)
         return x if rotation is None else rotation(x, positions, back)
@@ -52,9 +52,10 @@ class LayerRotation:
         return self
 
 
-def turn_of(model: nn.Module, attention: nn.Module) -> LayerRotation:
-    """The function by which an attention module rotates queries and keys."""
-    return LayerRotation(model, attention)
+def turn_of(model: nn.Module, number: int) -> LayerRotation:
+    """The function by which a layer rotates queries and keys. Its number is the cache's: a module that several layers
+    share, as in Zamba2, does not know it."""
+    return LayerRotation(model, number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,12 +147,7 @@ def check_rotations(model: nn.Module) -> None:
     """Raise ValueError if it is not known how a layer that keeps all positions rotates its keys."""
     rotations = learned_rotations(model)
     for number in keeping_layers(model):
-        if number not in rotations and rotaries_of(model):
-            raise ValueError(
-                f"`model` ({type(model).__name__}): the attention of layer {number} does not name its layer, so that "
-                "it is not known how it rotates its keys"
-            )
-        if isinstance(reason := rotations.get(number), str):
+        if isinstance(reason := rotations[number], str):
             raise ValueError(reason)
 
 

@@ -40,11 +40,11 @@ def layer_kinds(model: nn.Module) -> list[str]:
 def attends_by_interface(model: nn.Module) -> bool:
     """Whether a model's attention calls transformers' attention interface.
 
-    transformers reads it from the code of the class. Its flag `_supports_attention_backend` says less: it is not set
-    for Qwen3.5, Jamba and other classes whose attention calls the interface.
+    transformers reads it from the code of the class. Its flag `_supports_attention_backend`, which serves for classes
+    whose code cannot be read, is not set for Qwen3.5, Jamba and others whose attention calls the interface.
     """
     by_code = getattr(model, "_can_set_attn_implementation", None)
-    return by_code is None or by_code()
+    return by_code is None or by_code() or getattr(model, "_supports_attention_backend", False)
 
 
 def keeping_layers(model: nn.Module) -> list[int]:

@@ -27,7 +27,10 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 FUSED_MLP = {"gate_up_proj", "down_proj", "activation_fn"}
 MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 ACTIVATION = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
-CHANGING = ("dynamic", "longrope")  # rotary frequencies that depend on the length; some change once
+CHANGING = (
+    "dynamic",
+    "longrope",
+)  # rotary frequencies that depend on the length; longrope's change once, see `changes_at`
 STREAM = "rotated_stream"  # name of the module that keeps a model's residual stream rotated between the blocks
 ACCELERATION = "acceleration"  # attribute that `kernels.step.accelerate` sets on a model, beside its forward
 # Attribute of the object that puts hooks and an attention of this name on a model, for caches that compute the
@@ -226,8 +229,10 @@ def hooked(model: nn.Module, *known: object) -> str | None:
 
 
 def state_of(model: nn.Module) -> tuple[Any, ...]:
-    """Values that differ once a model has been changed: its kind of attention, its tensors' addresses and versions."""
-    tensors = (*model.parameters(), *model.buffers())
+    """Values that differ once a model has been changed: its kind of attention, its tensors' addresses and versions.
+    Rotary frequencies do not count, which some models write again in every pass."""
+    computed = {id(buffer) for m in model.modules() if hasattr(m, "rope_type") for buffer in m.buffers(recurse=False)}
+    tensors = (t for t in (*model.parameters(), *model.buffers()) if id(t) not in computed)
     versions = ((t.data_ptr(), t.dtype, 0 if t.is_inference() else t._version) for t in tensors)
     return getattr(model.config, "_attn_implementation", None), *versions
 

@@ -26,7 +26,8 @@ SLIDING = {"num_hidden_layers": 6, "layer_types": [*["sliding_attention"] * 5, "
 SETTINGS: dict[str, dict] = {
     "llama": {"attention_bias": True}, "mistral": {}, "qwen2": {}, "qwen3": {}, "phi3": {},
     "gemma2": {"query_pre_attn_scalar": 16}, "gemma3_text": {"query_pre_attn_scalar": 16, **SLIDING},
-    "smollm3": {"no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4}, "granite": {}, "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4}, "olmo2": {},
+    "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.05, "logits_scaling": 8.0},
     "qwen2_moe": {}, "qwen3_moe": {"norm_topk_prob": True},
 }  # fmt: skip
 UNKNOWN = ("smollm3", "granite", "olmo2")  # to transformers' reader: what is verified is the logits of its tensors
@@ -208,12 +209,37 @@ def test_experts_that_are_not_compressed_become_floats(skip, tiny, tmp_path):
     assert kinds["blk.0.ffn_down_exps.weight"] == (GGML.F16 if skip == "*experts*" else GGML.Q4_0)
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"norm_topk_prob": False}, "with `norm_topk_prob` True, not False"),
-    ({"norm_topk_prob": True, "mlp_only_layers": [0]}, "expects experts in every block"),
+@pytest.mark.parametrize("kind, settings, message", [
+    ("qwen3_moe", {"norm_topk_prob": False}, "with `norm_topk_prob` True, not False"),
+    ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}, "expects experts in every block"),
+    ("qwen3_moe", {"norm_topk_prob": True, "attention_bias": True}, "without the biases of `attention_bias`"),
+    ("qwen2_moe", {"tie_word_embeddings": True}, "reads a head of its own for qwen2_moe"),
+    ("olmo2", {"tie_word_embeddings": True}, "reads a head of its own for olmo2"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "the keys of every block of smollm3 but each 4th"),
+    ("smollm3", {"rope_parameters": LLAMA3}, "rotary positions of the kind llama3 cannot be written"),
+    ("smollm3", {"mlp_bias": True}, "without the biases of `mlp_bias`"),
 ])  # fmt: skip
-def test_other_mixtures_are_refused(settings, message, tiny):
-    assert message in gguf_models.problem_of(tiny("qwen3_moe", **settings))
+def test_what_llama_cpp_computes_otherwise_is_refused(kind, settings, message, tiny):
+    assert message in gguf_models.problem_of(tiny(kind, **settings))
+
+
+def test_settings_and_rows_of_what_transformers_does_not_read(tiny, tmp_path):
+    """By themselves: what is verified is read back in the way in which it was written."""
+    model = made("granite", tiny)
+    saved(apply([METHODS["rtn"](bits=8, group_size=32, skip="*q_proj")], model, []), tmp_path)
+    reader = gguf.GGUFReader(next(tmp_path.glob("*.gguf")))
+    found = {name: reader.fields[f"granite.{name}"].contents() for name in (
+        "embedding_scale", "residual_scale", "attention.scale", "logit_scale"
+    )}  # fmt: skip
+    assert found == pytest.approx({
+        "embedding_scale": 12, "residual_scale": 0.22, "attention.scale": 0.05, "logit_scale": 8,
+    })  # fmt: skip
+    (tensor,) = (t for t in reader.tensors if t.name == "blk.0.attn_q.weight")
+    rows, W = torch.from_numpy(tensor.data.astype(np.float32)), model.model.layers[0].self_attn.q_proj.weight
+    for head in range(4):  # of 16 rows, of which i and i + 8 become neighbours
+        for i in range(8):
+            pair = rows[16 * head + 2 * i : 16 * head + 2 * i + 2]
+            torch.testing.assert_close(pair, W[[16 * head + i, 16 * head + i + 8]], rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.in_turns(2)

@@ -152,6 +152,18 @@ def test_hybrids_keep_their_states(kind, tokens):
         assert max(layer.length for layer in cache.filled) < 40 and cache.get_seq_length() == 40
 
 
+def test_a_module_of_several_layers_turns_its_keys(tokens):
+    """Zamba2's attention has no number of its own; its mixers have those of their layers."""
+    model, ids = tiny_model("zamba2", layers=4, use_mem_rope=True), tokens(1, 40)[0]
+    with attached(model, METHODS["expected_attention"](budget=1.0)) as attachment:
+        model(ids, past_key_values=(cache := attachment.cache(observes=True)))
+    for layer in (layer for layer in cache.own if layer.slabs):
+        turn, at = layer.about["turn"], torch.arange(40)[None]
+        back = turn(layer.queries, at, True)
+        assert not torch.allclose(back, layer.queries, atol=0.1)
+        assert_close(turn(back, at), layer.queries, **NEAR)
+
+
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_copies_of_hybrids_share_no_state(kind, tokens):
     model, ids = tiny_model(kind, layers=4), tokens(1, 40)[0]
@@ -201,11 +213,11 @@ def test_keys_move_as_the_model_moves_them(kind, without, tokens):
         caches.append(DynamicCache(config=model.config))
         at = torch.arange(start, start + 7)[None]
         model(ids, position_ids=at, attention_mask=torch.ones_like(ids), past_key_values=caches[-1])
-    for number, attention in attentions_of(model).items():
+    for number in attentions_of(model):
         here, there = (getattr(cache.layers[number], "keys", None) for cache in caches)
         if here is None:
             continue
-        turn, at = turn_of(model, attention), torch.arange(7)[None, -here.shape[2] :]
+        turn, at = turn_of(model, number), torch.arange(7)[None, -here.shape[2] :]
         assert_close(turn(turn(here, at, True), at + 23), there, **NEAR)
         assert torch.equal(turn(here, at), here) == (number in without)
 

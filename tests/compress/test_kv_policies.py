@@ -155,9 +155,8 @@ def test_kvzip_reads_replies_again_too(tiny, tokens):
 @pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "phi", "gemma3_text", "gpt_oss"])
 def test_queries_are_turned_forth_and_back(observed, architecture):
     model, cache, queries = observed(architecture)
-    modules = [m for m in model.modules() if hasattr(m, "layer_idx") and type(m).__name__.endswith("Attention")]
     for layer in cache.own:
-        before, turn = queries[layer.number], turn_of(model, modules[layer.number])
+        before, turn = queries[layer.number], turn_of(model, layer.number)
         width = before.shape[-1]
         back = turn(layer.queries, torch.arange(40)[None], True)
         assert not torch.allclose(layer.queries[..., :width], before, atol=0.1)

@@ -124,12 +124,13 @@ def test_rotary_frequencies_that_change_with_the_length(tiny):
     own, model = (tiny("phi3", **more).bfloat16() for _ in range(2))
     accelerate(model)
     assert "steps in one call of C++" in repr(model.acceleration)
-    ids = (torch.arange(70) * 7919 % 96)[None]
+    ids, reader = (torch.arange(70) * 7919 % 96)[None], model.acceleration._reader
     for length in (20, 44, 60):
         found, expected = logits(model, ids[:, :length], steps=8), logits(own, ids[:, :length], steps=8)
         assert float((found - expected).norm() / expected.norm()) < 0.05
         how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         assert torch.equal(model.generate(ids[:, :length], **how), own.generate(ids[:, :length], **how))
+    assert model.acceleration._reader is reader, "frequencies that are written again are no change of the model"
 
 
 @torch.no_grad()

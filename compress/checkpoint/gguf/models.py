@@ -37,6 +37,8 @@ class Architecture:
         do not load it otherwise.
     unturned_every: of every group of this many blocks, the last rotates nothing; None: all rotate.
     scales: the file names factors of embedded tokens, of what blocks add, of scores and of logits.
+    own_head: the file needs a head of its own. biases: llama.cpp reads those of all linears. factors: it reads divisors
+        of the rotary frequencies.
     sums_to_one: the weights of the chosen experts are divided by their sum, which is fixed in llama.cpp; None: there
         are no experts.
     """
@@ -49,23 +51,26 @@ class Architecture:
     names_window: bool = False
     unturned_every: int | None = None
     scales: bool = False
+    own_head: bool = False
+    biases: bool = True
+    factors: bool = False
     sums_to_one: bool | None = None
 
 
 _GELU = "gelu_pytorch_tanh"
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(MODEL_ARCH.LLAMA, interleaved=True),
-    "mistral": Architecture(MODEL_ARCH.LLAMA, interleaved=True),
+    "llama": Architecture(MODEL_ARCH.LLAMA, interleaved=True, factors=True),
+    "mistral": Architecture(MODEL_ARCH.LLAMA, interleaved=True, factors=True),
     "qwen2": Architecture(MODEL_ARCH.QWEN2),
     "qwen3": Architecture(MODEL_ARCH.QWEN3),
     "gemma2": Architecture(MODEL_ARCH.GEMMA2, _GELU, shifted_norms=True, full_every=2),
     "gemma3_text": Architecture(MODEL_ARCH.GEMMA3, _GELU, shifted_norms=True, full_every=6),
     "phi3": Architecture(MODEL_ARCH.PHI3, names_window=True),
-    "smollm3": Architecture(MODEL_ARCH.SMOLLM3, interleaved=True, unturned_every=4),
-    "granite": Architecture(MODEL_ARCH.GRANITE, interleaved=True, scales=True),
-    "olmo2": Architecture(MODEL_ARCH.OLMO2),
-    "qwen2_moe": Architecture(MODEL_ARCH.QWEN2MOE, sums_to_one=False),
-    "qwen3_moe": Architecture(MODEL_ARCH.QWEN3MOE, sums_to_one=True),
+    "smollm3": Architecture(MODEL_ARCH.SMOLLM3, interleaved=True, unturned_every=4, biases=False),
+    "granite": Architecture(MODEL_ARCH.GRANITE, interleaved=True, scales=True, factors=True),
+    "olmo2": Architecture(MODEL_ARCH.OLMO2, own_head=True, biases=False),
+    "qwen2_moe": Architecture(MODEL_ARCH.QWEN2MOE, own_head=True, sums_to_one=False),
+    "qwen3_moe": Architecture(MODEL_ARCH.QWEN3MOE, biases=False, sums_to_one=True),
 }
 EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(?:\.(\d+)\.weight)?")  # of a layer, or one of them
 
@@ -215,7 +220,8 @@ def write_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
 
 def remarks(config: PreTrainedConfig) -> list[str]:
     """Differences between llama.cpp and transformers for this model."""
-    window = getattr(config, "sliding_window", None)
+    slides = getattr(config, "layer_types", None) is None or "sliding_attention" in config.layer_types
+    window = getattr(config, "sliding_window", None) if slides else None
     if window and ARCHITECTURES[config.model_type].full_every is None and config.max_position_embeddings > window:
         return [f"beyond {window:,} tokens llama.cpp attends to everything, where this model has a sliding window"]
     return []
@@ -310,10 +316,10 @@ def _activation_problem(config: PreTrainedConfig) -> str:
 
 def _rope_problem(config: PreTrainedConfig) -> str:
     kind, part = _rope(config).get("rope_type", "default"), _rope(config).get("partial_rotary_factor") or 1
-    interleaved = ARCHITECTURES[config.model_type].interleaved
-    if interleaved and part != 1:
+    how = ARCHITECTURES[config.model_type]
+    if how.interleaved and part != 1:
         return f"`model`: llama.cpp rotates whole heads of {config.model_type}, not a part of them (={part})"
-    possible = ("default", "linear", "yarn", *(("llama3",) if interleaved else ()))
+    possible = ("default", "linear", "yarn", *(("llama3",) if how.factors else ()))
     if kind in possible:
         return ""
     return f"`model`: rotary positions of the kind {kind} cannot be written; these can: {', '.join(possible)}"
@@ -327,6 +333,18 @@ def _unturned_problem(config: PreTrainedConfig) -> str:
         f"`model`: llama.cpp rotates the keys of every block of {config.model_type} but each {every}th; in this model "
         f"that is otherwise (were blocks dropped?): `no_rope_layers` is {list(turned)}"
     )
+
+
+def _weights_problem(config: PreTrainedConfig) -> str:
+    how, kind = ARCHITECTURES[config.model_type], config.model_type
+    if how.own_head and config.tie_word_embeddings:
+        return f"`model`: llama.cpp reads a head of its own for {kind}, and here it is the embedding"
+    for name in ("attention_bias", "mlp_bias"):
+        if not how.biases and getattr(config, name, False):
+            return f"`model`: llama.cpp computes {kind} without the biases of `{name}`"
+    if kind == "olmo2" and head_size(config) * config.num_attention_heads != config.hidden_size:
+        return f"`model`: llama.cpp computes {kind} with heads that are as wide together as the stream"
+    return ""
 
 
 def _experts_problem(config: PreTrainedConfig) -> str:
@@ -343,7 +361,7 @@ def _experts_problem(config: PreTrainedConfig) -> str:
 def _window_problem(config: PreTrainedConfig) -> str:
     every, kinds = ARCHITECTURES[config.model_type].full_every, getattr(config, "layer_types", None) or []
     if every is None:
-        slides = config.model_type.startswith("qwen") and "sliding_attention" in kinds
+        slides = "sliding_attention" in kinds and not ARCHITECTURES[config.model_type].names_window
         return "`model`: llama.cpp computes this architecture without sliding windows, which this one has" * slides
     needed = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(len(kinds))]
     if kinds != needed:
@@ -369,5 +387,6 @@ def _attention_scale_problem(config: PreTrainedConfig) -> str:
 
 
 _CHECKS: tuple[Callable[[PreTrainedConfig], str], ...] = (
-    _activation_problem, _rope_problem, _unturned_problem, _experts_problem, _window_problem, _attention_scale_problem,
+    _activation_problem, _rope_problem, _unturned_problem, _weights_problem, _experts_problem, _window_problem,
+    _attention_scale_problem,
 )  # fmt: skip

@@ -42,6 +42,10 @@ FLOATS = (GGML.F32, GGML.F16, GGML.BF16)
 # and scales and computation in 16 bits explain. Rows in a wrong order, or a wrong setting, move the logits of all
 # positions by more than their deviation; at a few positions, such as the first tokens, rounding alone does so.
 TOLERANCE = {torch.float32: 0.05, torch.float16: 0.1, torch.bfloat16: 0.3}
+UNREAD = (
+    "transformers' GGUF reader does not know this architecture; llama.cpp does. The tensors were compared, in "
+    "transformers' own model; their order, the settings and the tokens of the file were not"
+)
 TEXTS = ("The capital of France is Paris.", "def f(x):\n    return x  # 3 + 4", "Grüße, 世界! It's 12:30.")
 GENERAL = tuple(f"general.{key}" for key in ("basename", "organization", "size_label", "license", "languages", "tags"))
 
@@ -54,8 +58,9 @@ class _Tally:
     nbytes: Counter = field(default_factory=Counter)
     linears: int = 0  # bytes of compressed linears in the file
     rounding: float = 0.0
-    pruned: int = 0
-    as_floats: list[str] = field(default_factory=list)  # compressed linears that no type of codes holds
+    pruned: set[str] = field(default_factory=set)
+    as_floats: dict[str, None] = field(default_factory=dict)  # compressed linears that no type of codes holds
+    beside: dict[str, None] = field(default_factory=dict)  # those beside experts that are not compressed
 
     def add(self, entry: models.Entry, kind: GGML, nbytes: int, change: float) -> None:
         self.count[kind.name] += 1
@@ -66,9 +71,12 @@ class _Tally:
             if one.linear is None:
                 continue
             self.linears += nbytes // len(every)
-            self.pruned += keeps_zeros(list(one.linear.parts))
-            if kind in FLOATS and not of_floats(list(one.linear.parts)):
-                self.as_floats.append(one.source.removesuffix(".weight"))
+            name, parts = one.source.removesuffix(".weight"), list(one.linear.parts)
+            if keeps_zeros(parts):
+                self.pruned.add(name)
+            if kind in FLOATS and not of_floats(parts):
+                fits = any(other.linear is None for other in entry.experts) and grid_of(parts) is not None
+                (self.beside if fits else self.as_floats)[name] = None
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
@@ -225,7 +233,7 @@ def _compare_logits(checkpoint: Checkpoint, folder: Path) -> tuple[float, str, l
         f"{median:.1e} at the median position, where rounding explains {TOLERANCE[model.dtype] * spread:.1e} "
         f"({largest:.1e} at most; they spread by {spread:.1e})"
     )
-    remarks = [] if knows else ["transformers' GGUF reader does not know this architecture; llama.cpp does"]
+    remarks = [] if knows else [UNREAD]
     if missed:
         remarks.append(
             f"transformers' GGUF reader does not read {', '.join(missed)} of this architecture: there, give "
@@ -347,10 +355,15 @@ def _remarks(checkpoint: Checkpoint, tally: _Tally) -> list[str]:
     if tally.as_floats:
         said.append(
             f"{len(tally.as_floats)} compressed linears have codes that no type of GGUF holds, and are written as "
-            f"floats: {', '.join(tally.as_floats[:3])}"
+            f"floats: {', '.join([*tally.as_floats][:3])}"
+        )
+    if tally.beside:
+        said.append(
+            f"{len(tally.beside)} compressed linears are written as floats, because an expert beside them is not "
+            f"compressed, and a layer's experts are one tensor: {', '.join([*tally.beside][:3])}"
         )
     if tally.pruned:
-        said.append(f"zeros of {tally.pruned} pruned linears are stored as zeros: no type of GGUF leaves them out")
+        said.append(f"zeros of {len(tally.pruned)} pruned linears are stored as zeros: no type of GGUF leaves them out")
     if tally.rounding:
         said.append(
             f"GGUF has scales, offsets and floats of 16 bits: weights change by up to {tally.rounding:.1e} of the "

@@ -74,7 +74,10 @@ class KVzip(Policy):
             layer.memory.view.scatter_reduce_(2, at, got.to(layer.memory.view.dtype), "amax")
 
         seen, layer = cache.get_seq_length(), cache.filled[0]
-        most, limited = positions(model), not rotaries_of(model)  # rotary positions have no limit
+        most, words = positions(model), model.get_input_embeddings()
+        tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
+        # Rotary positions have no limit, nor have models that know no positions.
+        limited = not rotaries_of(model) and any(table.num_embeddings >= most for table in tables)
         if limited and (needed := int(layer.tokens.max()) + ids.shape[1]) > most:
             raise ValueError(
                 f"`piece` (={self.piece}) of {self.name}: reading the prompt a second time takes {needed} positions, "

@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 from compress.kv.reuse.chunks import Chunk, kinds_of
 from compress.kv.reuse.context import places_by_context
 from compress.kv.rotation import turn_of
-from compress.kv.support import attentions_of
 from compress.walk.capture import device_of
 
 CHOICES = ("deviation", "context", "first", "drawn")
@@ -107,10 +106,9 @@ def _check(chunks: Sequence[Chunk], question: Tensor, share: float, choose: str)
 
 def _placed(model: nn.Module, chunks: Sequence[Chunk]) -> tuple[list[Tensor], list[Tensor]]:
     """Keys and values [1, H_kv, total, D] of each layer, keys rotated to the places of their tokens in the prompt."""
-    attentions = attentions_of(model)
     keys, values = [], []
     for number in range(len(chunks[0].keys)):
-        turn, moved, at = turn_of(model, attentions[number]), [], 0
+        turn, moved, at = turn_of(model, number), [], 0
         for chunk in chunks:
             k = chunk.keys[number]
             if at != chunk.start:  # in float32, so that it is rounded once

@@ -170,7 +170,8 @@ def decode(
     guesser: Guesser | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """Read a prompt and write behind it; takes the place of transformers' `GenerationMixin._sample`.
+    """Read a prompt and write behind it; takes the place of transformers' `GenerationMixin._sample`, which still writes
+    some texts, without guesses: those that may grow beyond the length at which a model's rotary frequencies change.
 
     Args:
         input_ids: int64 [batch, tokens], the prompt. model_kwargs: the model's other inputs, such as its cache.
