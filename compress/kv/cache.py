@@ -435,7 +435,7 @@ class CompressedCache(Cache):
         else:
             real, whole = self._real_tokens(mask)
         about = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-        layer.about = {**about, "turn": turn_of(self.model, layer.number)}
+        layer.about = {**about, "turn": turn_of(self.model, layer.number, module)}
         if stores := layer.number in self._storing:
             expect_again(key, partial(self._attend_again, layer, k, v))
         if self.listener is not None:  # a pass that only observes: nothing is kept

@@ -33,8 +33,8 @@ def rotaries_of(model: nn.Module) -> list[nn.Module]:
 class LayerRotation:
     """The rotation of queries and keys in one layer, looked up when it is first needed."""
 
-    def __init__(self, model: nn.Module, number: int) -> None:
-        self.model, self.number = model, number
+    def __init__(self, model: nn.Module, number: int, attention: nn.Module | None) -> None:
+        self.model, self.number, self.attention = model, number, attention
 
     def __call__(self, x: Tensor, positions: Tensor, back: bool = False) -> Tensor:
         """x [B, H, n, D], positions [B, n] -> x rotated to these positions, or back from them; x itself if the layer
@@ -43,7 +43,8 @@ class LayerRotation:
         Raises:
             ValueError: it is not known how the layer rotates.
         """
-        rotation = learned_rotations(self.model)[self.number]
+        rotations = learned_rotations(self.model)
+        rotation = rotations[self.number if self.number in rotations else self.attention.layer_idx]
         if isinstance(rotation, str):
             raise ValueError(rotation)
         return x if rotation is None else rotation(x, positions, back)
@@ -52,10 +53,14 @@ class LayerRotation:
         return self
 
 
-def turn_of(model: nn.Module, number: int) -> LayerRotation:
+def turn_of(model: nn.Module, number: int, attention: nn.Module | None = None) -> LayerRotation:
     """The function by which a layer rotates queries and keys. Its number is the cache's: a module that several layers
-    share, as in Zamba2, does not know it."""
-    return LayerRotation(model, number)
+    share, as in Zamba2, does not know it.
+
+    Args:
+        attention: the module that attends, for models that have more layers in the cache than modules.
+    """
+    return LayerRotation(model, number, attention)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +152,7 @@ def check_rotations(model: nn.Module) -> None:
     """Raise ValueError if it is not known how a layer that keeps all positions rotates its keys."""
     rotations = learned_rotations(model)
     for number in keeping_layers(model):
-        if isinstance(reason := rotations[number], str):
+        if isinstance(reason := rotations.get(number), str):
             raise ValueError(reason)
 
 
