@@ -67,7 +67,7 @@ def freed_memory_kept() -> Iterator[None]:
         if kept:
             _libc().mallopt(TRIM_THRESHOLD, 64 << 20)  # to which glibc raises it by itself
             _libc().mallopt(MMAP_MAX, 65536)
-            _libc().malloc_trim(0)
+            give_memory_back()
 
 
 def give_memory_back() -> None:

@@ -189,9 +189,9 @@ class CacheBatch(Cache):
         for number, layer in enumerate(self.layers):
             own = [cache.layers[number] for cache in self.caches]
             _hand_out(layer, own)  # some models replace their states
-            for name in ("seen", "cumulative_length"):  # the layer may be a copy of the first one
-                if hasattr(layer, name):
-                    setattr(layer, name, getattr(own[0], name))
+            if layer is not own[0]:  # a copy, with the states of all rows
+                counts = {name: getattr(own[0], name) for name in ("seen", "cumulative_length") if hasattr(layer, name)}
+                vars(layer).update(counts)
         for cache in self.caches:
             cache.finish()
 

@@ -28,8 +28,6 @@ from kernels.step.cache_view import CacheView
 
 EXACT = Precision()
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
 STATES = ("conv_states", "recurrent_states")  # of linear attention, state spaces and convolutions
 
 
@@ -473,9 +471,8 @@ class HybridLayer(KVLayer, LinearAttentionAndFullAttentionLayer):
 
     def __init__(self, number: int, *, states: int = 1, **more: Any) -> None:
         KVLayer.__init__(self, number, **more)
-        before = {name for name, value in vars(self).items() if isinstance(value, dict)} - {"about"}
         LinearAttentionLayer.__init__(self, number_of_states=states)
-        self._of_states = tuple(before)
+        self._of_states = [name for name, value in vars(self).items() if isinstance(value, dict) and name != "about"]
 
     def copy_states(self) -> dict[str, Any]:
         """A copy of the states, and of what says which of them are there, as attributes."""

@@ -86,19 +86,19 @@ class OnDisk:
 
 @dataclass(frozen=True)
 class StackedOnDisk(OnDisk):
-    """One tensor [experts, rows, columns] of which a file holds the matrices of every expert by themselves.
+    """One tensor [experts, rows, columns], or [experts, rows], of which files hold the part of every expert by itself.
 
     Attributes:
-        experts: for each expert, its matrices, one above the other.
+        experts: for each expert, its matrices or vectors, one above the other.
     """
 
     experts: tuple[tuple[OnDisk, ...], ...] = ()
 
     @classmethod
     def of(cls, experts: Sequence[Sequence[OnDisk]]) -> "StackedOnDisk":
-        """The tensor of these matrices [rows, columns], which are alike in every expert."""
+        """The tensor of these matrices [rows, columns], or vectors [rows], which are alike in every expert."""
         first = experts[0][0]
-        shape = len(experts), sum(one.shape[0] for one in experts[0]), first.shape[1]
+        shape = len(experts), sum(one.shape[0] for one in experts[0]), *first.shape[1:]
         return cls(first.source, first.stored, shape, first.start, first.dtype, tuple(map(tuple, experts)))
 
     def read(self, cached: bool = True) -> Tensor:

@@ -138,8 +138,9 @@ def program_of(decoder: Decoder, rooms: Sequence[LayerRoom] | None, tokens: int)
     final = Products("residual", "logits", head, before=decoder.norm, added=pending.name, after=pending.norm)
     embedding, scale = _embedding(decoder.embedding)
     turned = None if decoder.stream is None else _change(decoder.stream.rotation, STREAM, decoder.hidden)
-    scale *= decoder.embedding_scale / decoder.residual_scale
-    return Program(decoder.hidden, tokens, embedding, (*instructions, final), scale, turned)
+    return Program(
+        decoder.hidden, tokens, embedding, (*instructions, final), scale * decoder.entry_scale, turned
+    )  # fmt: skip
 
 
 class Pending(NamedTuple):

@@ -27,10 +27,8 @@ MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 FUSED_MLP = {"gate_up_proj", "down_proj", "activation_fn"}
 MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 ACTIVATION = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
-CHANGING = (
-    "dynamic",
-    "longrope",
-)  # rotary frequencies that depend on the length; longrope's change once, see `changes_at`
+# Kinds of rotary frequencies that depend on the length; those of longrope change once, see `changes_at`.
+CHANGING = ("dynamic", "longrope")
 STREAM = "rotated_stream"  # name of the module that keeps a model's residual stream rotated between the blocks
 ACCELERATION = "acceleration"  # attribute that `kernels.step.accelerate` sets on a model, beside its forward
 # Attribute of the object that puts hooks and an attention of this name on a model, for caches that compute the
@@ -140,8 +138,13 @@ class Decoder:
 
     def embed(self, ids: Tensor) -> Tensor:
         """The residual stream of tokens, float32 [..., hidden]."""
-        embedded, scale = self.embedding(ids).float(), self.embedding_scale / self.residual_scale
-        return embedded if scale == 1 else embedded * scale
+        embedded = self.embedding(ids).float()
+        return embedded if self.entry_scale == 1 else embedded * self.entry_scale
+
+    @property
+    def entry_scale(self) -> float:
+        """The factor with which embedded tokens enter the residual stream."""
+        return self.embedding_scale / self.residual_scale
 
     @property
     def changes_logits(self) -> bool:

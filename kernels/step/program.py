@@ -20,9 +20,7 @@ from kernels.w8a8_matmul import W8
 from kernels.w8a8_matmul import to_rows as w8a8_rows
 
 ACTIVATIONS = ("", "silu", "gelu_tanh", "relu")  # numbered as in native/step_types.inc
-
-
-PANELS = {"panels": {Packed: 16, Codebook: 16}, "int8": {W8: 32}}  # rows that lie together, by layout
+PANELS = {"panels": 16, "int8": 32}  # rows that lie together, by the layout of a weight
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Weight:
         Raises:
             ValueError: it is stored so that the rows do not lie apart.
         """
-        w, size = self.stored, PANELS.get(self.layout, {}).get(type(self.stored), 1)
+        w, size = self.stored, PANELS.get(self.layout, 1)
         if self.layout == "walks" or start % size or (stop % size and stop != self.shape[0]):
             raise ValueError(f"rows {start} to {stop} of {list(self.shape)} do not lie apart in {self.layout}")
         shape, panels = (stop - start, self.shape[1]), slice(start // size, -(-stop // size))
