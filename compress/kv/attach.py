@@ -103,6 +103,8 @@ class Attachment:
             given.mask = None if mask is None else mask.bool().clone()
             given.ids.append(ids.clone())
             given.masks.append(torch.ones_like(ids).bool() if mask is None else given.mask[:, -ids.shape[1] :].clone())
+            if given.policy is not None and given.policy.replaces and not given.observes and len(args) < 2:
+                return (), given.policy.shortened(model, given, {**kwargs, "input_ids": ids})
         return args, kwargs
 
     def _warn(self, body: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

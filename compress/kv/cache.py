@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,19 @@ from kernels.step.cache_view import CacheView, StoredLayer
 INTERVAL = 8  # while text is generated, evict after this number of tokens, or an eighth of the budget
 # Attributes that a copy of an observing cache's layer does not share with it.
 OWN = ("slabs", "queries", "asked", "hidden", "positions", "precision", "lesser", "evicts", "remembers", "traces")
+
+
+class Whole(NamedTuple):
+    """A prompt of which a policy has read only some tokens.
+
+    Attributes:
+        seen: tokens with padding. tokens: [B], without padding.
+        places: [B, kept], the original positions of the tokens that were read, for a cache with `traces`.
+    """
+
+    seen: int
+    tokens: Tensor
+    places: Tensor | None
 
 
 class CompressedCache(Cache):
@@ -75,6 +88,7 @@ class CompressedCache(Cache):
         self.listener: Callable[[KVLayer, Tensor, Tensor, Tensor], None] | None = None
         self.ids: list[Tensor] = []  # tokens of the prompt, [B, n] each, for policies that read it again
         self.masks: list[Tensor] = []
+        self.whole: Whole | None = None  # of a prompt that is read in a shorter form
         self.mask: Tensor | None = None  # [B, seen], the last mask, for layers with a window that read again
         self._scores: dict[int, tuple[Tensor, Tensor]] = {}
         self._recalled: dict[tuple[Policy, int], list[Tensor | None]] = {}
@@ -221,7 +235,7 @@ class CompressedCache(Cache):
     def reset(self) -> None:
         """Forget everything but the policy."""
         super().reset()
-        self.ids, self.masks, self.mask, self._scores = [], [], None, {}
+        self.ids, self.masks, self.mask, self.whole, self._scores = [], [], None, None, {}
         self._forget_scores()
 
     def _forget_scores(self) -> None:
@@ -571,10 +585,15 @@ class CompressedCache(Cache):
             places: [B, kept], the original positions of its tokens, for a cache with `traces`.
         """
         for layer, new in zip(self.own, other.own, strict=True):
-            layer.slabs, layer.queries, layer.asked, layer.evicted = new.slabs, None, None, True
-            if layer.positions is not None:
-                heads = layer.positions.view.shape[1]
-                layer.positions = Growing(places[:, None].expand(-1, heads, -1))
+            layer.slabs = new.slabs
+            _stands_for_more(layer, places)
+
+    def count_whole(self) -> None:
+        """Count all tokens of a prompt of which some were read (`whole`)."""
+        whole, self.whole = self.whole, None
+        for layer in self.own:
+            layer.seen, layer.tokens = whole.seen, whole.tokens.clone()
+            _stands_for_more(layer, whole.places)
 
     def finish(self) -> None:
         """The work after a pass that needs all layers: keeping the tokens of layers that others read, joining, reading
@@ -600,6 +619,13 @@ class CompressedCache(Cache):
             for layer, one, count, rows in zip(layers, scores, counts, due, strict=True):
                 layer.evict(one, torch.where(rows[:, None], count, layer.lengths), merge)
             self._scores = {}
+
+
+def _stands_for_more(layer: KVLayer, places: Tensor | None) -> None:
+    """Note that a layer's positions, originally at `places` [B, kept], are those of a shorter prompt."""
+    layer.queries, layer.asked, layer.evicted = None, None, True
+    if layer.positions is not None:
+        layer.positions = Growing(places[:, None].expand(-1, layer.positions.view.shape[1], -1))
 
 
 def attend_new(cache: Cache, number: int, module: nn.Module, new: NewTokens) -> Tensor:

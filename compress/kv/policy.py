@@ -250,6 +250,11 @@ class Policy(CacheMethod):
         """
         raise NotImplementedError
 
+    def shortened(self, model: nn.Module, cache: Cache, given: dict[str, Any]) -> dict[str, Any]:
+        """For policies with `replaces`, before a pass over a prompt: the arguments by name of the pass that is made, so
+        that a shorter prompt can be read in place of this one, whose tokens are the last of the cache's `ids`."""
+        return given
+
     def merge(self, evicting: Evicting) -> Evicting:
         """For policies with `merges`: the kept keys and values, with the evicted ones merged into them; `keys`,
         `values` and `carried` may change."""

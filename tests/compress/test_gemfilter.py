@@ -1,6 +1,8 @@
 """GemFilter's cache is that of a shorter prompt, of the tokens that one layer chose; against the same written out."""
 
 import sys
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,13 +10,14 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 from torch.testing import assert_close
 
-from compress import METHODS, apply
+from compress import METHODS, accelerate, apply
 from compress.kv import attach, attached
 from compress.kv.eviction.gemfilter import GemFilter
 from compress.recipe import parse_recipe
 
 NEAR = {"rtol": 1e-3, "atol": 1e-4}
 HALF = GemFilter(budget=0.5, depth=0.5, pool=3)
+SHORT = replace(HALF, prefill="short")
 
 
 def read(model, cache, ids, mask=None) -> Tensor:
@@ -132,3 +135,73 @@ def test_bad_input_is_refused(tiny):
         GemFilter(allocation="ada")
     with pytest.raises(ValueError, match="needs rotary ones, and GPT2LMHeadModel has none; snapkv works"):
         attach(tiny("gpt2"), [GemFilter()])
+
+
+def last_logits(model, cache, ids, mask=None) -> Tensor:
+    """Of a first prompt, as `generate` reads it."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    at = (mask.cumsum(1) - 1).clamp(min=0)
+    how = {"attention_mask": mask, "position_ids": at, "past_key_values": cache, "use_cache": True}
+    return model(input_ids=ids, **how, logits_to_keep=1).logits
+
+
+def test_a_short_prefill_reads_the_chosen_tokens_alone(tiny, tokens, monkeypatch):
+    """The first pass ends at the layer that chooses; the cache is the same as with the whole prompt read first."""
+    model, (prompt, more) = tiny("llama"), tokens(2, 40)
+    index = chosen_tokens(model, monkeypatch, prompt, 1, 20)
+    expected = model(torch.cat([prompt[:, index], more], 1)).logits[:, 19:]
+    widths: dict[int, list[int]] = {}  # tokens that the MLPs read
+    for number, block in enumerate(model.model.layers):
+        note = partial(lambda number, block, args: widths.setdefault(number, []).append(args[0].shape[1]), number)
+        block.mlp.register_forward_pre_hook(note)
+    with attached(model, [SHORT]) as attachment, torch.no_grad():
+        cache = attachment.cache(traces=True)
+        assert_close(last_logits(model, cache, prompt)[:, -1], expected[:, 0], **NEAR)
+        assert widths == {0: [40, 20], 1: [20]}  # layer 1 chooses
+        assert cache.get_seq_length() == 40 and int(cache.own[0].tokens) == 40
+        for at in range(8):
+            assert_close(read(model, cache, more[:, at : at + 1]), expected[:, at + 1 : at + 2], **NEAR)
+        for layer in cache.own:
+            assert all(torch.equal(row[:20].long(), index) for row in layer.kept_positions()[0])
+
+
+def test_a_short_prefill_of_an_accelerated_model(tiny, tokens):
+    """Against that of transformers' own modules, to the rounding of bfloat16."""
+    (prompt,), found = tokens(1, 40), []
+    for model in (tiny("llama").bfloat16(), accelerate(tiny("llama").bfloat16())):
+        with attached(model, [SHORT]) as attachment, torch.no_grad():
+            cache = attachment.cache(traces=True)
+            logits = last_logits(model, cache, prompt)
+            found.append((cache.own[0].kept_positions()[0][0].tolist(), logits))
+    (kept, logits), (kept_fast, logits_fast) = found
+    assert kept == kept_fast and len(kept) == 20
+    assert_close(logits_fast, logits, rtol=0.05, atol=0.03)
+
+
+def test_a_short_prefill_of_a_batch_and_in_codes_leaves_the_cache_of_a_long_one(tiny, tokens):
+    model, ids = tiny("llama"), torch.cat(tokens(2, 40))
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, :9] = 0
+    following, further = torch.tensor([[5], [7]]), torch.cat([mask, mask[:, -1:]], 1)
+    caches = []
+    for policy in (HALF, SHORT):
+        with attached(model, [policy, METHODS["kv_int"](bits=8)]) as attachment, torch.no_grad():
+            caches.append(attachment.cache())
+            last_logits(model, caches[-1], ids, mask)
+            caches.append(read(model, caches.pop(), following, further))
+    assert_close(*caches, **NEAR)
+
+
+def test_a_short_prefill_is_for_prompts_of_which_the_last_logits_are_wanted(tiny, tokens):
+    model, (prompt,) = tiny("llama"), tokens(1, 40)
+    whole = model(prompt).logits
+    with attached(model, [SHORT]) as attachment, torch.no_grad():
+        assert_close(read(model, attachment.cache(), prompt), whole, **NEAR)
+        short = last_logits(model, attachment.cache(), prompt)
+        assert not torch.allclose(short[:, -1], whole[:, -1], **NEAR)
+        within = last_logits(model, attachment.cache(), prompt[:, :1])  # nothing to leave out
+        assert_close(within, model(prompt[:, :1]).logits, **NEAR)
+        text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)
+        assert text[0, -1] == short[0, -1].argmax()
+    with pytest.raises(ValueError, match=r"`prefill` \(='short'\) of gemfilter: Gemma2\w+ has layers \(sliding_att"):
+        attach(tiny("gemma2"), [SHORT])

@@ -46,7 +46,8 @@ STEPS = {  # recipes whose steps of decoding never wait
     "none": "", "rtn": "rtn(bits=4, group_size=16)", "int8": "int8", "rotate": "rotate, rtn(bits=4, group_size=16)",
     "kv_int": "kv_int(bits=4, group_size=32, residual=4)", "kv_fp8": "kv_fp8", "quest": "quest(page=4, budget=12, full_layers=1)",
     "h2o": "h2o(budget=12), kv_int(bits=4, group_size=32, residual=4)", "snapkv": "snapkv(budget=12, observed=4, allocation=ada)",
-    "streaming": "streaming(budget=12)", "zipvl": "zipvl", "quest of codes": "kv_int, quest(page=4, budget=12)",
+    "streaming": "streaming(budget=12)", "zipvl": "zipvl", "gemfilter": "gemfilter(budget=12, prefill=short)",
+    "quest of codes": "kv_int, quest(page=4, budget=12)",
 }  # fmt: skip
 GRAPHS = {  # recipes whose steps can be captured, also where a group becomes codes; with Gemma 3, windows beside them
     "kv_int": ("llama", "kv_int(bits=4, group_size=32, residual=4)"), "kv_fp8": ("llama", "kv_fp8(group_size=32, residual=4)"),
