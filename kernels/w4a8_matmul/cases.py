@@ -32,6 +32,8 @@ def checks(device: torch.device) -> list[Check]:
         (4, 64, 256, 64, True, (2, 9), FP16, 4, 128, False),
         (4, 64, 256, 64, True, (67,), FP32, 8, None, False),
         (4, 70, 384, 192, True, (3,), FP32, 4, 64, False),
+        (4, 70, 1536, 128, True, (3,), BF16, 8, None, False),  # sums of three splits
+        (4, 37, 1152, 64, True, (16,), FP32, 8, 128, False),
         (4, 131, 576, 64, False, (130,), BF16, 8, None, False),
         (4, 33, 256, 256, True, (5,), FP32, 8, 64, True),
         (4, 150, 192, 48, False, (40,), FP32, 8, None, False),
@@ -214,7 +216,7 @@ def rounded(x: Tensor, w: Callable[[], Packed], bits: int = 8, kind: torch.dtype
 
 
 def _gpu(device: torch.device, shape: tuple[int, int], tokens: int, dtype: torch.dtype, copies: int) -> Contest:
-    from kernels.w4a8_matmul.triton import CANDIDATES, key
+    from kernels.w4a8_matmul.triton import CANDIDATES, NARROW, SPLITS, key
 
     out, columns = shape
     x = torch.randn(tokens, columns, device=device, dtype=dtype)
@@ -236,7 +238,8 @@ def _gpu(device: torch.device, shape: tuple[int, int], tokens: int, dtype: torch
         "w8a8": of_codes(x, lambda: eight[0]),
         "int_matmul": times(x, lambda: dequantize(small[0])),
     }
-    more = {"rate": "int8", "tune_key": key(small[0], tokens), "candidates": CANDIDATES}
+    candidates = [*CANDIDATES, *(SPLITS if tokens <= NARROW["tokens"] else ())]
+    more = {"rate": "int8", "tune_key": key(small[0], tokens), "candidates": candidates}
     stored = stored_bytes(shape, 4, group_size)
     return contest("w4a8_matmul", f"W4 g{group_size} A8", x, shape, stored, calls, expected, rival, **more)
 

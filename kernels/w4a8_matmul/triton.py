@@ -10,7 +10,7 @@ from kernels.int_matmul import Packed
 from kernels.interpreter import interpreting, prepare
 from kernels.tuning import Compilation, configuration
 from kernels.w4a8_matmul.groups import common_group
-from kernels.w8a8_matmul.triton import magnitude, steps
+from kernels.w8a8_matmul.triton import gather, magnitude, steps
 
 prepare()
 
@@ -150,7 +150,9 @@ def product(
     K,
     group_size,
     x_group,
+    per_split,
     STEPS: tl.constexpr,
+    SPLIT: tl.constexpr,
     FLOAT: tl.constexpr,
     ASM: tl.constexpr,
     ROWS: tl.constexpr,
@@ -161,6 +163,7 @@ def product(
 
     codes: [M, in] in the order of `round_tokens`, int8 or (FLOAT) float8_e4m3fn, whose sums over DEPTH columns stay in
     the short accumulator of Hopper's tensor cores; w: uint8 [out, in / 2]; step [M], or (STEPS) [M, in / x_group].
+    out: y [M, out], or (SPLIT) the sums over each per_split columns, float32 [splits, M, out].
     """
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -169,7 +172,11 @@ def product(
     x = codes + token.to(tl.int64)[None, :] * K + byte[:, None]
     present, groups = (token < M)[None, :], K // group_size
     acc = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
-    for k in range(0, K, DEPTH):
+    first, last = 0, K
+    if SPLIT:
+        first = tl.program_id(2) * per_split
+        last = min(first + per_split, K)
+    for k in range(first, last, DEPTH):
         packed = tl.load(row + k // 2)
         even = tl.load(x + k // 2, mask=present, other=0.0)
         odd = tl.load(x + k // 2 + K // 2, mask=present, other=0.0)
@@ -190,13 +197,18 @@ def product(
     if not STEPS:
         acc *= tl.load(step + token, mask=token < M, other=0.0)[None, :]
     here = present & (output < N)[:, None]
-    tl.store(out + token.to(tl.int64)[None, :] * N + output[:, None], acc.to(out.dtype.element_ty), mask=here)
+    place = token.to(tl.int64)[None, :] * N + output[:, None]
+    if SPLIT:
+        place += tl.program_id(2).to(tl.int64) * M * N
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=here)
 
 
 NARROW = {"rows": 64, "tokens": 16, "num_warps": 4, "num_stages": 4}
 SOME = {"rows": 64, "tokens": 64, "num_warps": 4, "num_stages": 3}
 WIDE = {"rows": 128, "tokens": 128, "num_warps": 8, "num_stages": 3}
 CANDIDATES = [NARROW, {**NARROW, "rows": 128}, SOME, {**SOME, "rows": 128}, WIDE, {**WIDE, "num_stages": 4}]
+SPLITS = [{**NARROW, "split": 2}, {**NARROW, "split": 4}, {**NARROW, "split": 8}]  # candidates for few tokens
+GATHERED = 1024  # outputs of a token that a program adds up from all splits
 
 
 @on_its_device
@@ -235,12 +247,19 @@ def multiplied(codes: Tensor, step: Tensor, w: Packed, dtype: torch.dtype) -> Te
     x_group = shared if shared < columns else None
     y = torch.empty(tokens, out, dtype=dtype, device=codes.device)
     float8 = codes.dtype == torch.float8_e4m3fn
-    c = settings(w, tokens, float8)
-    product[(triton.cdiv(out, c["rows"]), triton.cdiv(tokens, c["tokens"]))](
-        codes, step, w.codes, w.scale, y, tokens, out, columns, w.group_size, shared,
-        STEPS=shared < columns, FLOAT=float8, ASM=not interpreting(), ROWS=c["rows"], TOKENS=c["tokens"],
-        DEPTH=depth_of(common_group(w, x_group)), num_warps=c["num_warps"], num_stages=c["num_stages"],
+    c, depth = settings(w, tokens, float8), depth_of(common_group(w, x_group))
+    per_split = triton.cdiv(columns, c.get("split", 1) * depth) * depth
+    splits = triton.cdiv(columns, per_split)
+    sums = y if splits == 1 else torch.empty(splits, tokens, out, dtype=torch.float32, device=codes.device)
+    product[(triton.cdiv(out, c["rows"]), triton.cdiv(tokens, c["tokens"]), splits)](
+        codes, step, w.codes, w.scale, sums, tokens, out, columns, w.group_size, shared, per_split,
+        STEPS=shared < columns, SPLIT=splits > 1, FLOAT=float8, ASM=not interpreting(), ROWS=c["rows"],
+        TOKENS=c["tokens"], DEPTH=depth, num_warps=c["num_warps"], num_stages=c["num_stages"],
     )  # fmt: skip
+    if splits > 1:
+        gather[(tokens, triton.cdiv(out, GATHERED))](
+            sums, step, step, y, tokens, out, splits, BLOCKED=True, COLUMNS=GATHERED
+        )
     return y
 
 
@@ -251,8 +270,13 @@ def depth_of(group: int) -> int:
 
 def settings(w: Packed, tokens: int, float8: bool = False) -> dict:
     """The configuration for a call."""
-    full = triton.cdiv(tokens, WIDE["tokens"]) * triton.cdiv(w.shape[0], WIDE["rows"])
-    wanted = NARROW if tokens <= NARROW["tokens"] else WIDE if full >= multiprocessors(w.codes.device) else SOME
+    (out, columns), processors = w.shape, multiprocessors(w.codes.device)
+    full = triton.cdiv(tokens, WIDE["tokens"]) * triton.cdiv(out, WIDE["rows"])
+    wanted = WIDE if full >= processors else SOME
+    if tokens <= NARROW["tokens"]:
+        programs, most = triton.cdiv(out, NARROW["rows"]), columns // (4 * 128)  # a split has at least four rounds
+        enough = triton.cdiv(2 * processors, programs) if programs < processors else 1
+        wanted = {**NARROW, "split": max(1, min(enough, most))}
     return configuration("w4a8_matmul", key(w, tokens, float8), wanted)
 
 
@@ -285,12 +309,14 @@ def shipped() -> list[Compilation]:
                 multiple_of_16=("columns", "stride", "group"),
             )
         )  # fmt: skip
-    for title, c, depth, several, float8 in (
-        ("narrow g128", NARROW, 128, False, False), ("narrow g64", NARROW, 64, False, False),
-        ("64 tokens g128", SOME, 128, False, False), ("128 tokens g128", WIDE, 128, False, False),
-        ("128 tokens g64", WIDE, 64, False, False), ("128 tokens g128, steps by group", WIDE, 128, True, False),
-        ("narrow g128, fp8", NARROW, 128, False, True), ("64 tokens g128, fp8", SOME, 128, False, True),
-        ("128 tokens g128, fp8", WIDE, 128, False, True),
+    for title, c, depth, several, float8, split in (
+        ("narrow g128", NARROW, 128, False, False, False), ("narrow g64", NARROW, 64, False, False, False),
+        ("narrow g128, split", NARROW, 128, False, False, True),
+        ("64 tokens g128", SOME, 128, False, False, False), ("128 tokens g128", WIDE, 128, False, False, False),
+        ("128 tokens g64", WIDE, 64, False, False, False),
+        ("128 tokens g128, steps by group", WIDE, 128, True, False, False),
+        ("narrow g128, fp8", NARROW, 128, False, True, False), ("64 tokens g128, fp8", SOME, 128, False, True, False),
+        ("128 tokens g128, fp8", WIDE, 128, False, True, False),
     ):  # fmt: skip
         found.append(
             Compilation(
@@ -298,15 +324,16 @@ def shipped() -> list[Compilation]:
                 kernel=product,
                 arguments={
                     "codes": "*fp8e4nv" if float8 else "*i8", "step": "*fp32", "w": "*u8", "w_scale": "*bf16",
-                    "out": "*bf16", "M": "i32", "N": "i32", "K": "i32", "group_size": "i32", "x_group": "i32",
+                    "out": "*fp32" if split else "*bf16", "M": "i32", "N": "i32", "K": "i32", "group_size": "i32",
+                    "x_group": "i32", "per_split": "i32",
                 },
                 constants={
-                    "STEPS": several, "FLOAT": float8, "ASM": True, "ROWS": c["rows"], "TOKENS": c["tokens"],
-                    "DEPTH": depth,
+                    "STEPS": several, "SPLIT": split, "FLOAT": float8, "ASM": True, "ROWS": c["rows"],
+                    "TOKENS": c["tokens"], "DEPTH": depth,
                 },
                 num_warps=c["num_warps"],
                 num_stages=c["num_stages"],
-                multiple_of_16=("N", "K", "group_size", "x_group"),
+                multiple_of_16=("N", "K", "group_size", "x_group", "per_split"),
                 expects=("QGMMA" if float8 else "IGMMA",),
             )
         )  # fmt: skip
