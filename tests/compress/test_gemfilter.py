@@ -203,5 +203,8 @@ def test_a_short_prefill_is_for_prompts_of_which_the_last_logits_are_wanted(tiny
         assert_close(within, model(prompt[:, :1]).logits, **NEAR)
         text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, do_sample=False)
         assert text[0, -1] == short[0, -1].argmax()
+        how = {"past_key_values": attachment.cache(), "use_cache": True, "logits_to_keep": 1}
+        states = model(prompt, output_hidden_states=True, **how).hidden_states
+        assert [tuple(x.shape[:2]) for x in states] == [(1, 20)] * (len(model.model.layers) + 1)
     with pytest.raises(ValueError, match=r"`prefill` \(='short'\) of gemfilter: Gemma2\w+ has layers \(sliding_att"):
         attach(tiny("gemma2"), [SHORT])

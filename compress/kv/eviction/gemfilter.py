@@ -85,7 +85,7 @@ class GemFilter(Policy):
         if bool((self.target(tokens) >= tokens).all()):
             return given
         until = UpTo(model, self._chooses(keeping_layers(model)), traces=cache.traces)
-        layer = until.read(model, {**given, "use_cache": True})
+        layer = until.read(model, given)
         shorter = self._shorter(layer, self._choose(layer), ids, real)
         cache.ids, cache.masks = [shorter.ids], [shorter.stays]
         cache.whole = Whole(ids.shape[1], tokens, shorter.places)
@@ -161,9 +161,11 @@ class UpTo(CompressedCache):
         self.number = number
 
     def read(self, model: nn.Module, given: dict[str, Any]) -> KVLayer:
-        """The layer, with the last queries, after the beginning of a pass with these arguments."""
+        """The layer, with the last queries, after the beginning of a pass with these arguments; outputs of layers are
+        not asked for, because transformers would leave what records them in the model."""
+        plain = {name: value for name, value in given.items() if not name.startswith("output_")}
         try:
-            model(**{**given, "past_key_values": self})
+            model(**{**plain, "past_key_values": self, "use_cache": True})
         except _Reached:
             expect(None)
             note_hidden(None)
