@@ -45,7 +45,7 @@ def test_smallest_is_within_the_loss_that_was_asked_for(weights):
 
 
 def test_an_interval_that_reaches_beyond_the_loss_is_said():
-    one = outcome("kv-eviction-smollm2-135m-amd-epyc-zen4")
+    one = outcome("kv-eviction-smollm2-135m-amd-epyc-zen4-2-cores-2026-11-25")
     assert decided(one)[0].choices[0].numbers.endswith("−4 points, at the end of its interval −10")
     assert decided(one, loss=0.2)[0].choices[0].numbers.endswith("−4 points")
 
