@@ -608,7 +608,8 @@ class CompressedCache(Cache):
             method.join(self.filled)
         if policy is None:
             return
-        if policy.runs_model and self.ids and not self.paused and self.ids[-1].shape[1] > 1:
+        prompt = self.whole is not None or bool(self.ids) and self.ids[-1].shape[1] > 1
+        if policy.runs_model and prompt and not self.paused:
             self._read_again()
         if self._scores:
             layers = [self.layers[number] for number in self._scores]

@@ -28,7 +28,7 @@ from eval.record.compression import RecoveryRecord
 
 RATES = {"scales": 1e-3, "weights": 1e-3, "adapters": 2e-3, "norms": 2e-3}  # by `train`, if `rate` is 0
 HELD_OUT = 16  # one window in so many is held out, at most MOST_HELD_OUT
-MOST_HELD_OUT = 12  # fewer cannot tell states apart whose inputs are rounded to 4 bits
+MOST_HELD_OUT = 12  # where inputs are rounded to 4 bits, noise hides the differences of states on fewer windows
 LONGEST_ALONE = 45  # minutes for which other processes wait
 # Passes of the original model that a window costs in training, by `train`: one forward, one for the gradients of
 # inputs, one for those of weights, and one for the optimiser's work where it moves every weight.

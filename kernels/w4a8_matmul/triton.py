@@ -256,7 +256,7 @@ def multiplied(codes: Tensor, step: Tensor, w: Packed, dtype: torch.dtype) -> Te
         STEPS=shared < columns, SPLIT=splits > 1, FLOAT=float8, ASM=not interpreting(), ROWS=c["rows"],
         TOKENS=c["tokens"], DEPTH=depth, num_warps=c["num_warps"], num_stages=c["num_stages"],
     )  # fmt: skip
-    if splits > 1:
+    if splits > 1:  # the sums are scaled already
         gather[(tokens, triton.cdiv(out, GATHERED))](
             sums, step, step, y, tokens, out, splits, BLOCKED=True, COLUMNS=GATHERED
         )

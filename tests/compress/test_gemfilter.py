@@ -165,6 +165,17 @@ def test_a_short_prefill_reads_the_chosen_tokens_alone(tiny, tokens, monkeypatch
             assert all(torch.equal(row[:20].long(), index) for row in layer.kept_positions()[0])
 
 
+def test_a_short_prefill_may_leave_one_token(tiny, tokens):
+    model, (prompt, more) = tiny("llama"), tokens(2, 20)
+    expected = model(torch.cat([prompt[:, -1:], more[:, :3]], 1)).logits
+    with attached(model, [replace(SHORT, budget=1)]) as attachment, torch.no_grad():
+        cache = attachment.cache()
+        assert_close(last_logits(model, cache, prompt)[:, -1], expected[:, 0], **NEAR)
+        assert cache.get_seq_length() == 20 and int(cache.own[0].tokens) == 20
+        for at in range(3):
+            assert_close(read(model, cache, more[:, at : at + 1]), expected[:, at + 1 : at + 2], **NEAR)
+
+
 def test_a_short_prefill_of_an_accelerated_model(tiny, tokens):
     """Against that of transformers' own modules, to the rounding of bfloat16."""
     (prompt,), found = tokens(1, 40), []

@@ -41,7 +41,11 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = {"bnb_nf4", "bnb_int8"}  # bitsandbytes launches kernels of its own
 UNMOVED = {"compressed-tensors", "bitsandbytes"}  # their libraries need a real GPU
 TRAINED = {"kvzap": train_kvzap.train, "locret": train_locret.train, "matryoshka": find_components.find}
-SMALL = {"snapkv": {"observed": 4}, "expected_attention": {"future": 16}}  # knobs for short prompts
+SMALL = {
+    "snapkv": {"observed": 4},
+    "expected_attention": {"future": 16},
+    "gemfilter": {"prefill": "short"},
+}  # for short prompts
 STEPS = {  # recipes whose steps of decoding never wait
     "none": "", "rtn": "rtn(bits=4, group_size=16)", "int8": "int8", "rotate": "rotate, rtn(bits=4, group_size=16)",
     "kv_int": "kv_int(bits=4, group_size=32, residual=4)", "kv_fp8": "kv_fp8", "quest": "quest(page=4, budget=12, full_layers=1)",

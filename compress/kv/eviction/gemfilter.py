@@ -79,7 +79,7 @@ class GemFilter(Policy):
         """The arguments of a pass over the chosen tokens of a first prompt, after which the cache counts all of it."""
         ids, real = cache.ids[-1], cache.masks[-1].bool()
         first = cache.get_seq_length() == 0 and not cache.paused
-        if self.prefill != "short" or not first or ids.shape[1] < 2 or given.get("logits_to_keep") != 1:
+        if self.prefill != "short" or not first or given.get("logits_to_keep") != 1:
             return given
         tokens = real.sum(1)
         if bool((self.target(tokens) >= tokens).all()):
