@@ -98,7 +98,9 @@ def test_a_pass_that_ends_in_the_middle_spoils_nothing(where, error, model, toke
     assert torch.equal(written(model, tokens(1, 10)), expected)
 
 
-@pytest.mark.parametrize("recipe", ["gptq(bits=4, group_size=16)", "sparsegpt(ratio=0.5)"])
+@pytest.mark.parametrize(
+    "recipe", ["gptq(bits=4, group_size=16)", pytest.param("sparsegpt(ratio=0.5)", marks=pytest.mark.slow)]
+)
 def test_compressed_models_on_disk_decode(recipe, model, tokens, tmp_path):
     result = apply(recipe, model, tokens(4, 32))
     save_compressed(result, tmp_path / "saved", load_model("tiny")[1])

@@ -1,6 +1,7 @@
 """`workbench explain`: the parts of a decoding step, their bytes and times, and what is said of them."""
 
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from eval.speed.explain import explain, explain_prompts
 from eval.speed.step_parts import time_parts
 from eval.speed.work import work
 from kernels import native
+from kernels.harness import roofline
 from kernels.harness.roofline import Ceilings
 from notebooks.batch.cli import main
 from reports.page import resources
@@ -36,6 +38,11 @@ RECIPE = "rtn(bits=4, group_size=32)"
 needs_step = pytest.mark.skipif(
     native.why_not() is not None or native.isa(torch.bfloat16) == "portable", reason="no native step on this machine"
 )
+
+
+@pytest.fixture(autouse=True)
+def quick_ceilings(monkeypatch):
+    monkeypatch.setattr(roofline, "measure", partial(roofline.measure, toy=True))
 
 
 @needs_step

@@ -117,9 +117,9 @@ def test_each_shim_of_the_interpreter_is_needed_and_enough():
 
 @needs_triton
 @outside
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ["int_matmul", "kv_decode", "w4a8_matmul"])
 def test_machine_code_is_as_committed(op):
-    """The first configuration of every kernel; all of them in the slow test."""
+    """The first configuration of each kernel of some operations; all of them in the slow test."""
     every = shipped((op,))
     first = {id(c.kernel): name for name, c in reversed(every.items())}.values()
     compare({name: every[name] for name in first})

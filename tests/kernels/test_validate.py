@@ -353,6 +353,7 @@ def test_contests_beyond_the_budget_are_named_and_resumed(monkeypatch, log, line
     assert [(x["index"], x["status"]) for x in validate._latest(lines, "contest")] == [(i, "timed") for i in range(4)]
 
 
+@pytest.mark.slow
 def test_late_ops_get_their_share(ops, tmp_path):
     many = [lambda n, i=i: contest(n, str(i), 0.02) for i in range(100)]
     ops(greedy=op("greedy", [check], many), late=op("late", [check], [contest]))

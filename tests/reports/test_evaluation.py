@@ -428,7 +428,7 @@ def test_the_page_of_caches_shows_it_too(html, monkeypatch):
         assert shown.count("<script") == 1
 
 
-@pytest.mark.parametrize("scheme, width", [("light", 1280), ("dark", 320)])
+@pytest.mark.parametrize("scheme, width", [pytest.param("light", 1280, marks=pytest.mark.slow), ("dark", 320)])
 def test_page_in_a_browser(look, html, scheme, width):
     look(html, width, scheme)
 

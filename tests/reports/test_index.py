@@ -248,12 +248,15 @@ def test_readable_without_javascript(browser, outcomes, tmp_path):
     context.close()
 
 
-@pytest.mark.parametrize("scheme, width", [("light", 1280), ("dark", 1280), ("light", 320), ("dark", 320)])
+SLOWLY = [pytest.param(*other, marks=pytest.mark.slow) for other in (("dark", 1280), ("light", 320))]
+
+
+@pytest.mark.parametrize("scheme, width", [("light", 1280), *SLOWLY, ("dark", 320)])
 def test_index_in_a_browser(look, outcomes, scheme, width):
     look(index_page(outcomes, comparisons={"quickstart": "compare.html"}), width, scheme)
 
 
-@pytest.mark.parametrize("scheme, width", [("light", 1280), ("dark", 320)])
+@pytest.mark.parametrize("scheme, width", [pytest.param("light", 1280, marks=pytest.mark.slow), ("dark", 320)])
 def test_papers_in_a_browser(look, scheme, width):
     html = papers_page(LEDGER, records={"gptq": "../reports/published/gptq.html"}, root="..")
     look(html, width, scheme)

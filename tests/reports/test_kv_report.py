@@ -100,7 +100,7 @@ def test_bytes_outside_of_the_memory_that_attention_reads_are_said(record):
     assert "Of these, 25 % lie outside of the memory that attention reads." in said and len(said) == len(before) + 1
 
 
-@pytest.mark.parametrize("scheme, width", [("light", 1280), ("dark", 320)])
+@pytest.mark.parametrize("scheme, width", [("light", 1280), pytest.param("dark", 320, marks=pytest.mark.slow)])
 def test_page_in_a_browser(look, record, scheme, width):
     look(record, width, scheme)
 
