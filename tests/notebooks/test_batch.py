@@ -79,13 +79,20 @@ def test_a_sweep_runs_once_and_never_again(sweep, runs):
     "does, kind, told",
     [
         ("raise RuntimeError('no luck')", "cell", "RuntimeError: no luck"),
-        pytest.param("raise ValueError('`bits` (=7) must be one of 2, 3')", "specification", "`bits` (=7)", marks=pytest.mark.slow),
+        pytest.param(
+            "raise ValueError('`bits` (=7) must be one of 2, 3')",
+            "specification",
+            "`bits` (=7)",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("raise MemoryError", "out of memory", "MemoryError", marks=pytest.mark.slow),
         pytest.param("raise OSError(28, 'No space left on device')", "disk", "No space left", marks=pytest.mark.slow),
         ("raise KeyboardInterrupt", "interrupt", "KeyboardInterrupt"),
         ("os._exit(3)", "kernel death", "died"),
         ("import sys; sys.exit(0)", "incomplete", "cell 7 was never executed"),
-        pytest.param("Path.write_text = lambda *_: None", "incomplete", "record.json is missing", marks=pytest.mark.slow),
+        pytest.param(
+            "Path.write_text = lambda *_: None", "incomplete", "record.json is missing", marks=pytest.mark.slow
+        ),
         ("os.environ['WORKBENCH_KEY'] = 'another'", "incomplete", "its record belongs to the run another"),
     ],
 )
