@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from eval.record.files import write_whole
 from eval.record.metrics import fmt, kind_of, number, percent, with_error
-from reports.parts.text import clean, link, public
+from reports.parts.text import clean, coded, link, public
 
 LIMIT_BYTES = 1_000_000  # of every page
 MAX_NAME = 100  # characters of a file's name
@@ -77,7 +77,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {"fmt": fmt, "num": number, "percent": percent, "kind_of": kind_of}
-    made.filters |= {"clean": clean, "public": public, "link": link}
+    made.filters |= {"clean": clean, "coded": coded, "public": public, "link": link}
     made.filters["mb"] = lambda size: fmt(size, ",.1f", 1e-6)
     made.globals["with_error"] = with_error
     return made

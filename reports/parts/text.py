@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from html import escape
 from urllib.parse import quote
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -25,6 +26,11 @@ def public(text: object, limit: int = 400) -> str:
     """The text of an exception for a page: URLs without signatures, absolute paths reduced to their last part."""
     shown = str(text)[: 8 * limit + 100]
     return clean(_PATH.sub(r"…/\1", _SIGNED.sub(r"\1?…", shown)), limit)
+
+
+def coded(text: object) -> str:
+    """Text as HTML that is safe, with names between backticks as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(str(text)))
 
 
 def link(folder: str, file: str = "") -> str:

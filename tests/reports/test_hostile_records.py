@@ -20,7 +20,7 @@ from reports.compare.outcome import RunOutcome
 from reports.page import depth, search, serving
 from reports.page.folds import figures
 from reports.page.render import page, render
-from reports.parts.text import public
+from reports.parts.text import coded, public
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "reports" / "published"
 NAME = "$x_{$ <script>alert(1)</script> " + "long" * 300
@@ -42,6 +42,11 @@ def hostile(value, number, key=""):
 
 
 SLOWER = (pytest.param(kind, marks=pytest.mark.slow) for kind in ("kv-eviction", "pruning", "smoothquant-smollm2"))
+
+
+def test_names_in_sentences_are_code_and_nothing_else_is():
+    assert coded("`bits` (=<b>) is not `a&b`") == "<code>bits</code> (=&lt;b&gt;) is not <code>a&amp;b</code>"
+    assert coded("one ` alone, and ``") == "one ` alone, and ``"
 
 
 @pytest.mark.parametrize("kind", ["recipe", *SLOWER])
