@@ -30,7 +30,7 @@ def public(text: object, limit: int = 400) -> str:
 
 def coded(text: object) -> str:
     """Text as HTML that is safe, with names between backticks as code."""
-    return re.sub(r"`([^`\\s][^`]*)`", r"<code>\1</code>", escape(str(text)))
+    return re.sub(r"`([^`\s][^`]*)`", r"<code>\1</code>", escape(str(text)))
 
 
 def link(folder: str, file: str = "") -> str:
