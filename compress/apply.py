@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ from compress.walk.experts import is_fused_experts, split_experts
 from compress.walk.finite import naming
 from compress.walk.identity import code_sha256, weights_sha256
 from compress.walk.layerwise import LayerwiseMethod
-from compress.walk.offload import offloaded_parts, original_linears
+from compress.walk.offload import is_offloaded, offloaded_parts, original_linears
 from compress.walk.once.calibrated import SharedStatistics, shared_statistics
 from compress.walk.parallel.ranks import current, joined
 from compress.walk.parallel.spawn import device_of_process, spawned
 from compress.walk.shards import WorkFolder
+from compress.walk.statistics.saved import SavedStatistics
 from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord, RecoveryRecord
 from kernels.clock import clock
 from kernels.registry import recording
@@ -40,6 +42,27 @@ from kernels.support.busy import warn_if_busy
 from kernels.support.modes import counting_writes, evaluating
 
 Told = LayerRecord | FoldRecord | DropRecord | AllocationRecord | RecoveryRecord
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A model after the first methods of a recipe, from which other recipes that begin with them go on.
+
+    Attributes:
+        model: which nothing changes any more.
+        made: the records of these methods.
+        originals: the linears before the first method that stored something; None: none has.
+        saved: statistics that recipes share; None: not collected yet.
+        seconds: that the methods took.
+        kernels: that they used.
+    """
+
+    model: PreTrainedModel
+    made: list[Told]
+    originals: Mapping[str, nn.Module] | None
+    saved: SavedStatistics | None
+    seconds: float
+    kernels: dict[str, set[str]]
 
 
 def apply(
@@ -118,18 +141,31 @@ def _together(call: Callable, arguments: Mapping[str, Any], plan: Plan) -> Itera
         yield device
 
 
-def _run(plan: Plan, device: torch.device, shared: SharedStatistics | None) -> Result:
-    """`run` in every process; `shared`: the place for statistics that recipes share, None: each method collects its
-    own."""
-    recipe, model = plan.recipe, plan.model
+def _run(
+    plan: Plan,
+    device: torch.device,
+    shared: SharedStatistics | None,
+    begun: tuple[int, _Stage] | None = None,
+    wanted: dict[int, _Stage | None] | None = None,
+) -> Result:
+    """`run` in every process.
+
+    Args:
+        shared: the place for statistics that recipes share; None: each method collects its own.
+        begun: a number of methods, and what another recipe left after them.
+        wanted: numbers of methods after which others will go on; gets what they need.
+    """
+    recipe, model = plan.recipe, plan.model if begun is None else sharing_copy(begun[1].model)
     if device.type == "cpu" and current().count == 1:  # several processes wait for each other
         warn_if_busy()
     start = clock(device)
-    if walks(recipe):
+    if walks(recipe) and begun is None:
         split_all_experts(model)
     folder = _work_folder(plan) if plan.usage.activations == "disk" else None
     with evaluating(model), measured(plan.usage, model), activations_on_disk(folder), recording() as kernels:
-        made = _apply_methods(plan, device, shared)
+        made = _apply_methods(plan, model, device, shared, begun, wanted or {})
+    if begun is not None:
+        _add(kernels, begun[1].kernels)
     if on_cache := [method for method in recipe if isinstance(method, CacheMethod)]:
         attach(model, on_cache)
     refuse_save_pretrained(model)
@@ -145,7 +181,7 @@ def _run(plan: Plan, device: torch.device, shared: SharedStatistics | None) -> R
         kept=_kept(model, recipe, made),
         identity=plan.identity,
         calibration=plan.calibration,
-        seconds=plan.seconds + clock(device) - start,
+        seconds=plan.seconds + clock(device) - start + (begun[1].seconds if begun else 0.0),
         kernels={op: sorted(used) for op, used in kernels.items()},
         notes=[
             *(remark for method in recipe for remark in method.remarks(device)),
@@ -155,16 +191,31 @@ def _run(plan: Plan, device: torch.device, shared: SharedStatistics | None) -> R
     )
 
 
-def _apply_methods(plan: Plan, device: torch.device, shared: SharedStatistics | None) -> list[Told]:
-    """Apply the methods of a plan, one after the other; returns all their records."""
-    recipe, model, batches, tokens = plan.recipe, plan.model, plan.batches, plan.calibration
-    made: list[Told] = []
-    originals = saved = None
+def _apply_methods(
+    plan: Plan,
+    model: PreTrainedModel,
+    device: torch.device,
+    shared: SharedStatistics | None,
+    begun: tuple[int, _Stage] | None,
+    wanted: dict[int, _Stage | None],
+) -> list[Told]:
+    """Apply the methods of a plan to `model`, one after the other; returns all their records. See `_run`."""
+    recipe, batches, tokens = plan.recipe, plan.batches, plan.calibration
+    done, stage = begun or (0, _Stage(model, [], None, None, 0.0, {}))
+    made, originals, saved, spent = [*stage.made], stage.originals, stage.saved, stage.seconds
+    kernels: dict[str, set[str]] = {}
+    _add(kernels, stage.kernels)
     drops = [method.stage for method in recipe].count("drop")  # they come first
-    prepared = {i: method.prepare(model, batches, Context(device, plan.store(i))) for i, method in enumerate(recipe)}
+    with evaluating(plan.model):  # as it was before the recipe
+        prepared = {
+            i: method.prepare(plan.model, batches, Context(device, plan.store(i)))
+            for i, method in enumerate(recipe[done:], done)
+        }
     with ExitStack() as undo:
-        undo.enter_context(undone_if_refused(model))
-        for i, method in enumerate(recipe):
+        if drops > done:
+            undo.enter_context(undone_if_refused(model))
+        for i, method in enumerate(recipe[done:], done):
+            start = clock(device)
             if shared and saved is None and tokens and method.collects():
                 weights = weights_sha256(model) if drops else plan.identity["weights_sha256"]
                 with naming("calibrate='once'"):
@@ -174,14 +225,24 @@ def _apply_methods(plan: Plan, device: torch.device, shared: SharedStatistics | 
             # Errors of later methods are measured against the weights before the first method that stores something;
             # methods that move inputs change the weights from which later methods start.
             stores = method.stage not in ("drop", "transform") and not method.moves_inputs
-            held = originals is None and stores and any(m.reads_originals for m in recipe[i + 1 :])
-            untouched = original_linears(model) if held else None
+            read = any(m.reads_originals for m in recipe[i + 1 :]) or any(count > i for count in wanted)
+            untouched = original_linears(model) if originals is None and stores and read else None
             context = Context(device, plan.store(i), originals or {}, saved, prepared[i])
-            with naming(method.name):
+            with naming(method.name), recording() as used:
                 made += method.apply(model, batches, context)
+            _add(kernels, used)
             stored = any(isinstance(one, LayerRecord) for one in made)
             originals = untouched if untouched is not None and stored else originals
+            spent += clock(device) - start
+            if i + 1 in wanted:
+                so_far = {op: set(names) for op, names in kernels.items()}
+                wanted[i + 1] = _Stage(sharing_copy(model), [*made], originals, saved, spent, so_far)
     return made
+
+
+def _add(kernels: dict[str, set[str]], more: Mapping[str, set[str]]) -> None:
+    for op, implementations in more.items():
+        kernels.setdefault(op, set()).update(implementations)
 
 
 def apply_each(
@@ -196,8 +257,10 @@ def apply_each(
 ) -> dict[str, Result]:
     """Apply several recipes, each to a copy of the model, for a comparison on the same calibration; see `apply`.
 
-    The copies share the memory of all unchanged weights, with each other and with the model, which is not changed. With
-    calibrate="once" they also share one pass over the model, which collects the statistics for all of them.
+    The copies share the memory of all unchanged weights, with each other and with the model, which is not changed. What
+    recipes that begin with the same methods have in common is done once, and counted in the `seconds` of each; not if
+    the model's weights are on disk. With calibrate="once" all recipes share one pass over the model, which collects the
+    statistics for all of them.
 
     Raises:
         ValueError: as in `apply`, for any of the recipes, before any is applied.
@@ -212,14 +275,36 @@ def _run_each(plans: Mapping[str, Plan]) -> dict[str, Result]:
     if not plans:
         return results
     first = next(iter(plans.values()))
+    begins = _beginnings(plans)
+    stages: dict[str, dict[int, _Stage | None]] = {name: {} for name in plans}
+    for other, count in begins.values():
+        stages[other][count] = None
     with _together(_run_each, {"plans": plans}, first) as device:
         shared, progress = _shared([*plans.values()]), tqdm(plans.items(), desc="recipes", unit="recipe")
         for name, one in progress:
             progress.set_postfix_str(name)
             model = sharing_copy(one.model)
             usage = predicted(one.recipe, model, one.batches)  # beside the results that are in memory by now
-            results[name] = _run(replace(one, model=model, usage=usage), device, shared)
+            other, count = begins.pop(name, ("", 0))
+            begun = (count, stages[other][count]) if other else None
+            results[name] = _run(replace(one, model=model, usage=usage), device, shared, begun, stages[name])
+            for of, kept in stages.items():
+                kept.update({count: None for count in kept if (of, count) not in begins.values()})  # no longer needed
     return results
+
+
+def _beginnings(plans: Mapping[str, Plan]) -> dict[str, tuple[str, int]]:
+    """By name of a plan whose recipe begins with the methods of an earlier one: that one's name, and how many methods
+    they share. Parts of a model on disk cannot be shared, and all drops are undone together."""
+    found: dict[str, tuple[str, int]] = {}
+    for place, (name, one) in enumerate(plans.items()):
+        drops = [method.stage for method in one.recipe].count("drop")
+        for other in [*plans][:place]:
+            both = zip(one.recipe, plans[other].recipe, strict=False)
+            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+            if count >= max(drops, 1, found.get(name, ("", 0))[1] + 1) and not is_offloaded(one.model):
+                found[name] = other, count
+    return found
 
 
 def split_all_experts(model: nn.Module) -> None:

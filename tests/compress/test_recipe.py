@@ -11,7 +11,7 @@ from compress.apply import apply_each
 from compress.checkpoint.fits import check_save_format
 from compress.formats import Dense
 from compress.kv import attach, attached
-from compress.linear import weight_of
+from compress.linear import sharing_copy, weight_of
 from compress.method import Method, knob, settle
 from compress.plan import plan
 from compress.recipe import methods_of, parse_recipe, parse_recipes, parse_variants, trained_by
@@ -221,6 +221,61 @@ def test_several_recipes_each_on_a_copy(tiny, tokens):
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     with pytest.raises(ValueError, match="`group_size`"):
         apply_each(parse_recipes("rtn(bits=4, group_size=16); rtn(group_size=7)"), model, tokens())
+
+
+G = "group_size=16, min_tokens=8"
+BEGIN_ALIKE = (
+    f"trained: gptq(bits=3, {G}), rtn(bits=8, group_size=16, where=embedding), distil(train=weights, steps=3, minutes=0);"
+    f"as it is: gptq(bits=3, {G}), rtn(bits=8, group_size=16, where=embedding);"
+    f"scales: gptq(bits=3, {G}), rtn(bits=8, group_size=16, where=embedding), distil(steps=3, minutes=0);"
+    f"alone: gptq(bits=3, {G}); kept: gptq(bits=3, {G}), snapkv(budget=0.5); corrected: gptq(bits=3, {G}), low_rank(rank=2)",
+    "eight: rotate, rtn(bits=4, group_size=16), activations(bits=8); four: rotate, rtn(bits=4, group_size=16), "
+    f"activations(bits=4); GPTQ: rotate, gptq(bits=4, {G}); smooth: smoothquant, int8; smooth, static: smoothquant, "
+    "int8(activations=tensor)",
+    f"pruned: layer_drop(target=mlp, count=1), wanda(ratio=0.5), gptq(bits=4, {G}); quantised: layer_drop(target=mlp, count=1), "
+    f"gptq(bits=4, {G}); two: layer_drop(target=mlp, count=1), layer_drop(target=attention, count=1); zeros: "
+    "layer_drop(target=mlp, count=1), wanda(ratio=0.5), distil(train=weights, steps=2, minutes=0)",
+)
+
+
+@pytest.mark.parametrize(
+    "recipes, again, calibrate",
+    [
+        (BEGIN_ALIKE[0], 0, "sequential"),
+        (BEGIN_ALIKE[0], 0, "once"),
+        (BEGIN_ALIKE[1], 0, "sequential"),
+        (BEGIN_ALIKE[2], 1, "sequential"),  # several drops are undone together: not shared in part
+        (BEGIN_ALIKE[2], 1, "once"),
+    ],
+)
+def test_what_recipes_share_at_their_beginning_is_done_once(recipes, again, calibrate, tiny, tokens, monkeypatch):
+    """Each result is the one that its recipe gives alone, to the bit."""
+    model, batches, asked = tiny("llama"), tokens(), parse_recipes(recipes)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    alone = {name: apply(one, sharing_copy(model), batches, calibrate=calibrate) for name, one in asked.items()}
+    applied = []
+    for kind in map(METHODS.__getitem__, {one.name for recipe in asked.values() for one in recipe}):
+
+        def counted(self, *given, of=kind.apply):
+            applied.append(str(self))
+            return of(self, *given)
+
+        monkeypatch.setattr(kind, "apply", counted)
+    together = apply_each(asked, model, batches, calibrate=calibrate)
+    beginnings = {tuple(map(str, one.recipe[: i + 1])) for one in together.values() for i in range(len(one.recipe))}
+    assert len(applied) == len(beginnings) + again < sum(map(len, asked.values()))
+    for name, expected in alone.items():
+        found = together[name]
+        states = found.model.state_dict(), expected.model.state_dict()
+        assert states[0].keys() == states[1].keys() and all(
+            torch.equal(states[0][k], states[1][k]) for k in states[0]
+        ), name
+        told = [[replace(one, seconds=0.0) for one in result.layers] for result in (found, expected)]
+        assert told[0] == told[1] and found.drops == expected.drops and found.kept == expected.kept, name
+        assert found.recipe == expected.recipe and found.seconds > 0, name
+        if calibrate == "sequential":  # else the shared pass counts for the first recipe alone
+            assert found.kernels == expected.kernels, name
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
 def test_rows_are_spread_over_all_that_came_by(monkeypatch):
