@@ -241,6 +241,7 @@ def _apply_methods(
 
 
 def _add(kernels: dict[str, set[str]], more: Mapping[str, set[str]]) -> None:
+    """Add to the implementations that ran of each operation."""
     for op, implementations in more.items():
         kernels.setdefault(op, set()).update(implementations)
 
@@ -285,8 +286,9 @@ def _run_each(plans: Mapping[str, Plan]) -> dict[str, Result]:
             progress.set_postfix_str(name)
             model = sharing_copy(one.model)
             usage = predicted(one.recipe, model, one.batches)  # beside the results that are in memory by now
-            other, count = begins.pop(name, ("", 0))
-            begun = (count, stages[other][count]) if other else None
+            other, count = begins.pop(name, (name, 0))
+            stage = stages[other].get(count)
+            begun = None if stage is None else (count, stage)
             results[name] = _run(replace(one, model=model, usage=usage), device, shared, begun, stages[name])
             for of, kept in stages.items():
                 kept.update({count: None for count in kept if (of, count) not in begins.values()})  # no longer needed
@@ -295,15 +297,19 @@ def _run_each(plans: Mapping[str, Plan]) -> dict[str, Result]:
 
 def _beginnings(plans: Mapping[str, Plan]) -> dict[str, tuple[str, int]]:
     """By name of a plan whose recipe begins with the methods of an earlier one: that one's name, and how many methods
-    they share. Parts of a model on disk cannot be shared, and all drops are undone together."""
+    they share.
+
+    Parts of a model on disk cannot be shared, all drops are undone together, and experts are split before the first
+    method of a recipe that goes through the model, and of no other.
+    """
     found: dict[str, tuple[str, int]] = {}
     for place, (name, one) in enumerate(plans.items()):
-        drops = [method.stage for method in one.recipe].count("drop")
+        most = max([method.stage for method in one.recipe].count("drop") - 1, 0)
         for other in [*plans][:place]:
-            both = zip(one.recipe, plans[other].recipe, strict=False)
-            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-            if count >= max(drops, 1, found.get(name, ("", 0))[1] + 1) and not is_offloaded(one.model):
-                found[name] = other, count
+            recipe = plans[other].recipe
+            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.recipe, recipe, strict=False)))
+            if count > most and walks(recipe) == walks(one.recipe) and not is_offloaded(one.model):
+                found[name], most = (other, count), count
     return found
 
 

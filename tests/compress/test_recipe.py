@@ -235,32 +235,35 @@ BEGIN_ALIKE = (
     f"pruned: layer_drop(target=mlp, count=1), wanda(ratio=0.5), gptq(bits=4, {G}); quantised: layer_drop(target=mlp, count=1), "
     f"gptq(bits=4, {G}); two: layer_drop(target=mlp, count=1), layer_drop(target=attention, count=1); zeros: "
     "layer_drop(target=mlp, count=1), wanda(ratio=0.5), distil(train=weights, steps=2, minutes=0)",
+    "dropped: expert_drop(ratio=0.25); four: expert_drop(ratio=0.25), rtn(bits=4, group_size=16); "
+    f"GPTQ: expert_drop(ratio=0.25), gptq(bits=4, {G})",
 )
 
 
 @pytest.mark.parametrize(
-    "recipes, again, calibrate",
+    "kind, recipes, again, calibrate",
     [
-        (BEGIN_ALIKE[0], 0, "sequential"),
-        (BEGIN_ALIKE[0], 0, "once"),
-        (BEGIN_ALIKE[1], 0, "sequential"),
-        (BEGIN_ALIKE[2], 1, "sequential"),  # several drops are undone together: not shared in part
-        (BEGIN_ALIKE[2], 1, "once"),
+        ("llama", BEGIN_ALIKE[0], 0, "sequential"),
+        ("llama", BEGIN_ALIKE[0], 0, "once"),
+        ("llama", BEGIN_ALIKE[1], 0, "sequential"),
+        ("llama", BEGIN_ALIKE[2], 1, "sequential"),  # several drops are undone together: not shared in part
+        ("llama", BEGIN_ALIKE[2], 1, "once"),
+        ("qwen2_moe", BEGIN_ALIKE[3], 1, "sequential"),  # the first recipe alone splits no experts
     ],
 )
-def test_what_recipes_share_at_their_beginning_is_done_once(recipes, again, calibrate, tiny, tokens, monkeypatch):
+def test_what_recipes_share_at_their_beginning_is_done_once(kind, recipes, again, calibrate, tiny, tokens, monkeypatch):
     """Each result is the one that its recipe gives alone, to the bit."""
-    model, batches, asked = tiny("llama"), tokens(), parse_recipes(recipes)
+    model, batches, asked = tiny(kind), tokens(), parse_recipes(recipes)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     alone = {name: apply(one, sharing_copy(model), batches, calibrate=calibrate) for name, one in asked.items()}
     applied = []
-    for kind in map(METHODS.__getitem__, {one.name for recipe in asked.values() for one in recipe}):
+    for used in map(METHODS.__getitem__, {one.name for recipe in asked.values() for one in recipe}):
 
-        def counted(self, *given, of=kind.apply):
+        def counted(self, *given, of=used.apply):
             applied.append(str(self))
             return of(self, *given)
 
-        monkeypatch.setattr(kind, "apply", counted)
+        monkeypatch.setattr(used, "apply", counted)
     together = apply_each(asked, model, batches, calibrate=calibrate)
     beginnings = {tuple(map(str, one.recipe[: i + 1])) for one in together.values() for i in range(len(one.recipe))}
     assert len(applied) == len(beginnings) + again < sum(map(len, asked.values()))
