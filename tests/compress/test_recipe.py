@@ -244,7 +244,7 @@ BEGIN_ALIKE = (
     "kind, recipes, again, calibrate",
     [
         ("llama", BEGIN_ALIKE[0], 0, "sequential"),
-        ("llama", BEGIN_ALIKE[0], 0, "once"),
+        pytest.param("llama", BEGIN_ALIKE[0], 0, "once", marks=pytest.mark.slow),
         ("llama", BEGIN_ALIKE[1], 0, "sequential"),
         ("llama", BEGIN_ALIKE[2], 1, "sequential"),  # several drops are undone together: not shared in part
         ("llama", BEGIN_ALIKE[2], 1, "once"),
