@@ -37,7 +37,7 @@ from compress.walk.shards import WorkFolder
 from compress.walk.statistics.saved import SavedStatistics
 from eval.record.compression import AllocationRecord, DropRecord, FoldRecord, LayerRecord, RecoveryRecord
 from kernels.clock import clock
-from kernels.registry import recording
+from kernels.registry import ran, recording
 from kernels.support.busy import warn_if_busy
 from kernels.support.modes import counting_writes, evaluating
 
@@ -49,12 +49,12 @@ class _Stage:
     """A model after the first methods of a recipe, from which other recipes that begin with them go on.
 
     Attributes:
-        model: which nothing changes any more.
+        model: a copy, which nothing changes any more.
         made: the records of these methods.
         originals: the linears before the first method that stored something; None: none has.
-        saved: statistics that recipes share; None: not collected yet.
-        seconds: that the methods took.
-        kernels: that they used.
+        saved: the statistics that recipes share; None: not collected yet.
+        seconds: the time that the methods took.
+        kernels: the implementations that ran, by operation.
     """
 
     model: PreTrainedModel
@@ -152,8 +152,8 @@ def _run(
 
     Args:
         shared: the place for statistics that recipes share; None: each method collects its own.
-        begun: a number of methods, and what another recipe left after them.
-        wanted: numbers of methods after which others will go on; gets what they need.
+        begun: the number of first methods that another recipe has applied already, and its model after them.
+        wanted: the numbers of first methods after which other recipes will go on; each gets its `_Stage` here.
     """
     recipe, model = plan.recipe, plan.model if begun is None else sharing_copy(begun[1].model)
     if device.type == "cpu" and current().count == 1:  # several processes wait for each other
@@ -164,8 +164,6 @@ def _run(
     folder = _work_folder(plan) if plan.usage.activations == "disk" else None
     with evaluating(model), measured(plan.usage, model), activations_on_disk(folder), recording() as kernels:
         made = _apply_methods(plan, model, device, shared, begun, wanted or {})
-    if begun is not None:
-        _add(kernels, begun[1].kernels)
     if on_cache := [method for method in recipe if isinstance(method, CacheMethod)]:
         attach(model, on_cache)
     refuse_save_pretrained(model)
@@ -203,15 +201,16 @@ def _apply_methods(
     recipe, batches, tokens = plan.recipe, plan.batches, plan.calibration
     done, stage = begun or (0, _Stage(model, [], None, None, 0.0, {}))
     made, originals, saved, spent = [*stage.made], stage.originals, stage.saved, stage.seconds
-    kernels: dict[str, set[str]] = {}
-    _add(kernels, stage.kernels)
     drops = [method.stage for method in recipe].count("drop")  # they come first
     with evaluating(plan.model):  # as it was before the recipe
         prepared = {
             i: method.prepare(plan.model, batches, Context(device, plan.store(i)))
             for i, method in enumerate(recipe[done:], done)
         }
-    with ExitStack() as undo:
+    with ExitStack() as undo, recording() as kernels:
+        for op, used in stage.kernels.items():
+            for implementation in used:
+                ran(op, implementation)
         if drops > done:
             undo.enter_context(undone_if_refused(model))
         for i, method in enumerate(recipe[done:], done):
@@ -228,9 +227,8 @@ def _apply_methods(
             read = any(m.reads_originals for m in recipe[i + 1 :]) or any(count > i for count in wanted)
             untouched = original_linears(model) if originals is None and stores and read else None
             context = Context(device, plan.store(i), originals or {}, saved, prepared[i])
-            with naming(method.name), recording() as used:
+            with naming(method.name):
                 made += method.apply(model, batches, context)
-            _add(kernels, used)
             stored = any(isinstance(one, LayerRecord) for one in made)
             originals = untouched if untouched is not None and stored else originals
             spent += clock(device) - start
@@ -238,12 +236,6 @@ def _apply_methods(
                 so_far = {op: set(names) for op, names in kernels.items()}
                 wanted[i + 1] = _Stage(sharing_copy(model), [*made], originals, saved, spent, so_far)
     return made
-
-
-def _add(kernels: dict[str, set[str]], more: Mapping[str, set[str]]) -> None:
-    """Add to the implementations that ran of each operation."""
-    for op, implementations in more.items():
-        kernels.setdefault(op, set()).update(implementations)
 
 
 def apply_each(
@@ -291,7 +283,7 @@ def _run_each(plans: Mapping[str, Plan]) -> dict[str, Result]:
             begun = None if stage is None else (count, stage)
             results[name] = _run(replace(one, model=model, usage=usage), device, shared, begun, stages[name])
             for of, kept in stages.items():
-                kept.update({count: None for count in kept if (of, count) not in begins.values()})  # no longer needed
+                kept.update({after: None for after in kept if (of, after) not in begins.values()})  # no longer needed
     return results
 
 
