@@ -9,9 +9,16 @@ from kernels.int_matmul.layout import Packed, pack, unpack
 ROWS = 16  # rows of W in a panel, one per vector lane
 WORD = 8  # columns in a 32-bit word of nibbles, and in a unit of bytes
 UNIT = 16  # columns in a unit of planes
-PLANES = {2: (2,), 3: (2, 1), 5: (4, 1), 6: (4, 2)}  # number of bits of a code in each plane, lowest bits first
+PLANES = {2: (8,), 3: (8, 4), 5: (8, 8, 4), 6: (8, 8, 8)}  # bits of a row's planes that four columns share
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIDDLE = 8  # of the nibbles: the kernel multiplies by nibble - 8
+# For each of four columns that share bits: plane, first bit there, first bit of the code, number of bits.
+SHARES = {
+    2: [[(0, 0, 0, 2)], [(0, 2, 0, 2)], [(0, 4, 0, 2)], [(0, 6, 0, 2)]],
+    3: [[(0, 0, 0, 3)], [(0, 3, 0, 3)], [(0, 6, 1, 2), (1, 0, 0, 1)], [(1, 1, 0, 3)]],
+    5: [[(0, 0, 0, 5)], [(1, 0, 0, 5)], [(0, 5, 0, 3), (2, 0, 3, 2)], [(1, 5, 0, 3), (2, 2, 3, 2)]],
+    6: [[(0, 0, 0, 6)], [(1, 0, 0, 6)], [(2, 0, 0, 6)], [(0, 6, 0, 2), (1, 6, 2, 2), (2, 6, 4, 2)]],
+}
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of a word's eight columns, see `to_words`
 EVEN_FIRST = (0, 2, 4, 6, 1, 3, 5, 7)  # order of eight columns of bytes; the kernel reads activations in this order
 
@@ -70,55 +77,52 @@ def in_planes(bits: int, group_size: int) -> bool:
 
 
 def to_planes(codes: Tensor, bits: int) -> Tensor:
-    """[out, in] of 0 .. 2^bits - 1 -> uint8 [panels, in/16, 32 * bits]: for each unit of 16 columns the low bits, then
-    the high bits.
+    """[out, in] of 0 .. 2^bits - 1 -> uint8 [panels, in/16, 32 * bits]: the planes of each unit of 16 columns.
 
-    A plane of four bits: as in `to_words`, 16 rows of the first eight columns, then of the other eight. Two bits: 32
-    bits for each of 16 rows, even columns in the lower half. One bit: 16 bits for each of 16 rows, likewise.
+    A plane has 32 bits for each of 16 rows, eight of which four columns share. Where they share four, these are the
+    lower halves of 8 words for rows 0 to 7, and their upper halves for rows 8 to 15.
     """
     out, columns = codes.shape
     panels = -(-out // ROWS)
     padded = torch.zeros(panels * ROWS, columns, dtype=torch.uint8, device=codes.device)
     padded[:out] = codes
-    units = padded.view(panels, ROWS, columns // UNIT, UNIT)
-    planes, below = [], 0
-    for width in PLANES[bits]:
-        words = _empty(width, panels, columns // UNIT, codes.device)
-        for column, (word, shift) in enumerate(_places(width)):
-            part = (units[..., column] >> below) & ((1 << width) - 1)  # [panels, 16, in/16]
-            words[:, :, word] |= (part.to(words.dtype) << shift).transpose(1, 2)
-        planes.append(words.view(torch.uint8).flatten(2))
-        below += width
+    units = padded.view(panels, ROWS, columns // UNIT, UNIT).transpose(1, 2)  # [panels, in/16, 16, 16]
+    planes = []
+    for plane, width in enumerate(PLANES[bits]):
+        words = torch.zeros(units.shape[:3], dtype=torch.int32, device=codes.device)
+        for column, shift, below, count in _parts(bits, plane):
+            part = (units[..., column] >> below) & ((1 << count) - 1)
+            words |= part.to(torch.int32) << shift
+        if width == 4:
+            words = words[..., : ROWS // 2] | words[..., ROWS // 2 :] << 4
+        planes.append(words.contiguous().view(torch.uint8))
     return torch.cat(planes, -1)
 
 
 def from_planes(units: Tensor, bits: int, ids: Tensor) -> Tensor:
     """Rows `ids` [n] of the result of `to_planes`: uint8 [n, in]."""
     codes = torch.zeros(len(ids), units.shape[1], UNIT, dtype=torch.uint8, device=units.device)
-    at = below = 0
-    for width in PLANES[bits]:
-        like = _empty(width, 0, 0, units.device)
-        words = units[..., at : at + 32 * width].contiguous().view(like.dtype)
-        words = words.view(*units.shape[:2], -1, ROWS)[ids // ROWS, :, :, ids % ROWS]  # [n, in/16, words]
-        for column, (word, shift) in enumerate(_places(width)):
-            part = (words[..., word] >> shift) & ((1 << width) - 1)
-            codes[..., column] |= part.to(torch.uint8) << below
-        at, below = at + 32 * width, below + width
+    panel, row, at = ids // ROWS, ids % ROWS, 0
+    for plane, width in enumerate(PLANES[bits]):
+        words = units[..., at : at + 8 * width].contiguous().view(torch.int32)
+        mine = words[panel, :, row % (2 * width)]  # [n, in/16]
+        if width == 4:
+            mine = mine >> (row // 8 * 4)[:, None]
+        for column, shift, below, count in _parts(bits, plane):
+            codes[..., column] |= ((mine >> shift) & ((1 << count) - 1)).to(torch.uint8) << below
+        at += 8 * width
     return codes.flatten(1)
 
 
-def _empty(width: int, panels: int, units: int, device: torch.device) -> Tensor:
-    """The words of a plane, [panels, units, words of a row, 16], all zero."""
-    dtype = torch.int16 if width == 1 else torch.int32
-    return torch.zeros(panels, units, 2 if width == 4 else 1, ROWS, dtype=dtype, device=device)
-
-
-def _places(width: int) -> list[tuple[int, int]]:
-    """(word, shift) for each of the sixteen columns of a unit."""
-    if width == 4:
-        return [(column // WORD, SHIFTS[column % WORD]) for column in range(UNIT)]
-    half = 8 * width
-    return [(0, column % 2 * half + column // 2 * width) for column in range(UNIT)]
+def _parts(bits: int, plane: int) -> list[tuple[int, int, int, int]]:
+    """(column, shift, below, count): `count` bits of a column's code, those from bit `below` on, lie in a row's word of
+    this plane from bit `shift` on."""
+    parts = []
+    for column in range(UNIT):
+        i, odd = column // 2, column % 2
+        at = 16 * odd + i // 4 * 8
+        parts += [(column, at + bit, below, count) for of, bit, below, count in SHARES[bits][i % 4] if of == plane]
+    return parts
 
 
 def to_words(nibbles: Tensor) -> Tensor:

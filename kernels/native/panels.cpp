@@ -44,12 +44,11 @@ struct Nibbles {
 template <int BITS>
 struct Planes {
   static constexpr int COLUMNS = 16, BYTES = 32 * BITS, ITEMS = 16;
-  struct Words { __m512i four[2], two, one; };
+  struct Words { __m512i bytes[BITS / 2], nibbles; };
   STATIC Words load(const uint8_t* p) {
     Words w;
-    if constexpr (BITS > 4) w.four[0] = load_bits(p), w.four[1] = load_bits(p + 64), p += 128;
-    if constexpr (BITS != 5) w.two = load_bits(p), p += 64;
-    if constexpr (BITS % 2) w.one = spread(p);
+    for (int i = 0; i < BITS / 2; i++, p += 64) w.bytes[i] = load_bits(p);
+    if constexpr (BITS % 2) w.nibbles = nibbles(p);
     return w;
   }
   struct Table { __m512 part[4]; };
@@ -59,14 +58,8 @@ struct Planes {
     return t;
   }
   STATIC Vec decode(const Words& w, int s, const Table& t) {  // the even columns first
-    const int i = s % 8, half = s / 8 * 16;
-    if constexpr (BITS == 2) return _mm512_permutexvar_ps(_mm512_srli_epi32(w.two, half + 2 * i), t.part[0]);
-    if constexpr (BITS == 3) {
-      const __m512i code = choose(3, _mm512_srli_epi32(w.two, half + 2 * i), moved(w.one, 2 - half - i));
-      return _mm512_permutexvar_ps(code, t.part[0]);
-    }
-    const __m512i low = _mm512_srli_epi32(w.four[i / 4], half + 4 * (i % 4));
-    const __m512i code = choose(15, low, BITS == 5 ? moved(w.one, 4 - half - i) : moved(w.two, 4 - half - 2 * i));
+    const __m512i code = code_of<BITS>(w, s % 8, s / 8 * 16);
+    if constexpr (BITS < 4) return _mm512_permutexvar_ps(code, t.part[0]);
     const __m512 first = _mm512_permutex2var_ps(t.part[0], code, t.part[1]);  // by five bits
     if constexpr (BITS == 5) return first;
     const __m512 second = _mm512_permutex2var_ps(t.part[2], code, t.part[3]);
@@ -159,27 +152,20 @@ struct Nibbles {
 template <int BITS>
 struct Planes {
   static constexpr int COLUMNS = 16, BYTES = 32 * BITS, ITEMS = 16;
-  struct Half { __m256i four[2], two, one; };  // of the rows
+  struct Half { __m256i bytes[BITS / 2], nibbles; };  // of the rows
   struct Words { Half low, high; };
   STATIC Half load_half(const uint8_t* p, int row) {
     Half w;
-    if constexpr (BITS > 4) w.four[0] = load_bits(p + 4 * row), w.four[1] = load_bits(p + 64 + 4 * row), p += 128;
-    if constexpr (BITS != 5) w.two = load_bits(p + 4 * row), p += 64;
-    if constexpr (BITS % 2) w.one = spread(p + 2 * row);
+    for (int i = 0; i < BITS / 2; i++, p += 64) w.bytes[i] = load_bits(p + 4 * row);
+    if constexpr (BITS % 2) w.nibbles = nibbles(p, row);
     return w;
   }
   STATIC Words load(const uint8_t* p) { return {load_half(p, 0), load_half(p, 8)}; }
   struct Table { __m256 first; const float* all; };
   STATIC Table table(const Weight& w) { return {_mm256_loadu_ps(w.table), w.integers ? nullptr : w.table}; }
   STATIC __m256 value(const Half& w, int s, const Table& table) {
-    const int i = s % 8, half = s / 8 * 16;
-    if constexpr (BITS == 2) return _mm256_permutevar8x32_ps(table.first, _mm256_srli_epi32(w.two, half + 2 * i));
-    if constexpr (BITS == 3) {
-      const __m256i code = choose(3, _mm256_srli_epi32(w.two, half + 2 * i), moved(w.one, 2 - half - i));
-      return _mm256_permutevar8x32_ps(table.first, code);
-    }
-    const __m256i low = _mm256_srli_epi32(w.four[i / 4], half + 4 * (i % 4));
-    const __m256i code = choose(15, low, BITS == 5 ? moved(w.one, 4 - half - i) : moved(w.two, 4 - half - 2 * i));
+    const __m256i code = code_of<BITS>(w, s % 8, s / 8 * 16);
+    if constexpr (BITS < 4) return _mm256_permutevar8x32_ps(table.first, code);
     constexpr int ALL = (1 << BITS) - 1;
     const __m256i only = _mm256_and_si256(code, _mm256_set1_epi32(ALL));
     if (table.all) return _mm256_i32gather_ps(table.all, only, 4);
@@ -208,13 +194,14 @@ template <int WIDTH>
 struct Codes {  // a unit of codes, byte by byte: in every register one byte of each of the 16 rows
   static constexpr int BITS = WIDTH, COLUMNS = BITS == 4 ? 8 : 16, BYTES = 2 * COLUMNS * BITS;
   static constexpr int TABLES = BITS == 6 ? 4 : BITS == 5 ? 2 : 1;  // registers of sixteen values
-  struct Words { uint8x16x4_t four[2], two; uint8x16x2_t one; };
+  struct Words { uint8x16x4_t bytes[BITS == 4 ? 1 : BITS / 2], nibbles; };
   STATIC Words load(const uint8_t* p) {
     Words w;
-    if constexpr (BITS >= 4) w.four[0] = vld4q_u8(p), p += 64;
-    if constexpr (BITS > 4) w.four[1] = vld4q_u8(p), p += 64;
-    if constexpr (BITS == 2 || BITS == 3 || BITS == 6) w.two = vld4q_u8(p), p += 64;
-    if constexpr (BITS == 3 || BITS == 5) w.one = vld2q_u8(p);
+    for (auto& bytes : w.bytes) bytes = vld4q_u8(p), p += 64;
+    if constexpr (BITS % 2) {
+      const uint8x8x4_t both = vld4_u8(p);  // of rows 0 to 7 the lower nibbles, of 8 to 15 the upper ones
+      for (int b = 0; b < 4; b++) w.nibbles.val[b] = vcombine_u8(both.val[b], vshr_n_u8(both.val[b], 4));
+    }
     return w;
   }
   // `width` bits of every row, from bit `at` on.
@@ -222,15 +209,20 @@ struct Codes {  // a unit of codes, byte by byte: in every register one byte of 
     const uint8x16_t low = at == 0 ? v : vshlq_u8(v, vdupq_n_s8(int8_t(-at)));
     return at + width == 8 ? low : vandq_u8(low, vdupq_n_u8(uint8_t((1 << width) - 1)));
   }
-  STATIC uint8x16_t pick(const uint8x16x4_t& v, int byte) { return v.val[byte]; }
   // Column 2 i, or 2 i + 1.
   STATIC uint8x16_t code(const Words& w, int i, int odd) {
-    if constexpr (BITS == 4) return part(pick(w.four[0], 2 * odd + i / 2), 4 * (i % 2), 4);
-    const uint8x16_t two = BITS == 5 ? vdupq_n_u8(0) : part(pick(w.two, 2 * odd + i / 4), 2 * (i % 4), 2);
-    if constexpr (BITS == 2) return two;
-    if constexpr (BITS == 3) return vorrq_u8(two, vshlq_n_u8(part(w.one.val[odd], i, 1), 2));
-    const uint8x16_t four = part(pick(w.four[i / 4], 2 * odd + i % 4 / 2), 4 * (i % 2), 4);
-    return vorrq_u8(four, vshlq_n_u8(BITS == 5 ? part(w.one.val[odd], i, 1) : two, 4));
+    if constexpr (BITS == 4) return part(w.bytes[0].val[2 * odd + i / 2], 4 * (i % 2), 4);
+    const int byte = 2 * odd + i / 4, turn = i % 4;
+    const auto bytes = [&](int word, int at, int width) __attribute__((always_inline)) { return part(w.bytes[word].val[byte], at, width); };
+    const auto nibble = [&](int at, int width) __attribute__((always_inline)) { return part(w.nibbles.val[byte], at, width); };
+    if constexpr (BITS == 2) return bytes(0, 2 * turn, 2);
+    if constexpr (BITS == 3) {
+      if (turn == 2) return vorrq_u8(vshlq_n_u8(bytes(0, 6, 2), 1), nibble(0, 1));
+      return turn == 3 ? nibble(1, 3) : bytes(0, 3 * turn, 3);
+    }
+    if constexpr (BITS == 5) return turn < 2 ? bytes(turn, 0, 5) : vorrq_u8(bytes(turn - 2, 5, 3), vshlq_n_u8(nibble(2 * turn - 4, 2), 3));
+    if (turn < 3) return bytes(turn, 0, 6);
+    return vorrq_u8(vorrq_u8(bytes(0, 6, 2), vshlq_n_u8(bytes(1, 6, 2), 2)), vshlq_n_u8(bytes(2, 6, 2), 4));
   }
   struct Bytes16 { uint8x16_t part[TABLES]; };  // one byte of every value of a table
   STATIC uint8x16_t look_up(const Bytes16& t, uint8x16_t code) {
