@@ -9,10 +9,10 @@ from kernels.int_matmul.layout import Packed, pack, unpack
 ROWS = 16  # rows of W in a panel, one per vector lane
 WORD = 8  # columns in a 32-bit word of nibbles, and in a unit of bytes
 UNIT = 16  # columns in a unit of planes
-PLANES = {2: (8,), 3: (8, 4), 5: (8, 8, 4), 6: (8, 8, 8)}  # bits of a row's planes that four columns share
+PLANES = {2: (8,), 3: (8, 4), 5: (8, 8, 4), 6: (8, 8, 8)}  # of each plane, the bits that four columns share
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIDDLE = 8  # of the nibbles: the kernel multiplies by nibble - 8
-# For each of four columns that share bits: plane, first bit there, first bit of the code, number of bits.
+# For each of the four columns: the plane, the first bit there, the first bit of the code, the number of bits.
 SHARES = {
     2: [[(0, 0, 0, 2)], [(0, 2, 0, 2)], [(0, 4, 0, 2)], [(0, 6, 0, 2)]],
     3: [[(0, 0, 0, 3)], [(0, 3, 0, 3)], [(0, 6, 1, 2), (1, 0, 0, 1)], [(1, 1, 0, 3)]],
@@ -79,8 +79,8 @@ def in_planes(bits: int, group_size: int) -> bool:
 def to_planes(codes: Tensor, bits: int) -> Tensor:
     """[out, in] of 0 .. 2^bits - 1 -> uint8 [panels, in/16, 32 * bits]: the planes of each unit of 16 columns.
 
-    A plane has 32 bits for each of 16 rows, eight of which four columns share. Where they share four, these are the
-    lower halves of 8 words for rows 0 to 7, and their upper halves for rows 8 to 15.
+    A plane of bytes has a word of 32 bits for each of the 16 rows, and four columns share each byte of it. A plane of
+    half bytes has 8 words: the lower half of every byte belongs to rows 0 to 7, the upper half to rows 8 to 15.
     """
     out, columns = codes.shape
     panels = -(-out // ROWS)

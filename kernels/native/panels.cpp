@@ -44,13 +44,8 @@ struct Nibbles {
 template <int BITS>
 struct Planes {
   static constexpr int COLUMNS = 16, BYTES = 32 * BITS, ITEMS = 16;
-  struct Words { __m512i bytes[BITS / 2], nibbles; };
-  STATIC Words load(const uint8_t* p) {
-    Words w;
-    for (int i = 0; i < BITS / 2; i++, p += 64) w.bytes[i] = load_bits(p);
-    if constexpr (BITS % 2) w.nibbles = nibbles(p);
-    return w;
-  }
+  using Words = PlaneWords<BITS>;
+  STATIC Words load(const uint8_t* p) { return load_planes<BITS>(p); }
   struct Table { __m512 part[4]; };
   STATIC Table table(const Weight& w) {
     Table t;
@@ -58,7 +53,7 @@ struct Planes {
     return t;
   }
   STATIC Vec decode(const Words& w, int s, const Table& t) {  // the even columns first
-    const __m512i code = code_of<BITS>(w, s % 8, s / 8 * 16);
+    const __m512i code = code_of(w, s % 8, s / 8 * 16);
     if constexpr (BITS < 4) return _mm512_permutexvar_ps(code, t.part[0]);
     const __m512 first = _mm512_permutex2var_ps(t.part[0], code, t.part[1]);  // by five bits
     if constexpr (BITS == 5) return first;
@@ -152,19 +147,13 @@ struct Nibbles {
 template <int BITS>
 struct Planes {
   static constexpr int COLUMNS = 16, BYTES = 32 * BITS, ITEMS = 16;
-  struct Half { __m256i bytes[BITS / 2], nibbles; };  // of the rows
+  using Half = PlaneWords<BITS>;  // of the rows
   struct Words { Half low, high; };
-  STATIC Half load_half(const uint8_t* p, int row) {
-    Half w;
-    for (int i = 0; i < BITS / 2; i++, p += 64) w.bytes[i] = load_bits(p + 4 * row);
-    if constexpr (BITS % 2) w.nibbles = nibbles(p, row);
-    return w;
-  }
-  STATIC Words load(const uint8_t* p) { return {load_half(p, 0), load_half(p, 8)}; }
+  STATIC Words load(const uint8_t* p) { return {load_planes<BITS>(p), load_planes<BITS>(p, 8)}; }
   struct Table { __m256 first; const float* all; };
   STATIC Table table(const Weight& w) { return {_mm256_loadu_ps(w.table), w.integers ? nullptr : w.table}; }
   STATIC __m256 value(const Half& w, int s, const Table& table) {
-    const __m256i code = code_of<BITS>(w, s % 8, s / 8 * 16);
+    const __m256i code = code_of(w, s % 8, s / 8 * 16);
     if constexpr (BITS < 4) return _mm256_permutevar8x32_ps(table.first, code);
     constexpr int ALL = (1 << BITS) - 1;
     const __m256i only = _mm256_and_si256(code, _mm256_set1_epi32(ALL));
