@@ -22,14 +22,13 @@ from compress.walk.capture import device_of
 from compress.walk.context import Context
 from compress.walk.identity import tokens_sha256
 from compress.walk.offload import is_offloaded
-from compress.walk.parallel.ranks import current, joined
+from compress.walk.parallel.ranks import current
 from compress.walk.resume import BlockStore
 from eval.record.compression import RecoveryRecord
 
 RATES = {"scales": 1e-3, "weights": 1e-3, "adapters": 2e-3, "norms": 2e-3}  # by `train`, if `rate` is 0
 HELD_OUT = 16  # one window in so many is held out, at most MOST_HELD_OUT
 MOST_HELD_OUT = 12  # where inputs are rounded to 4 bits, noise hides the differences of states on fewer windows
-LONGEST_ALONE = 45  # minutes for which other processes wait
 # Passes of the original model that a window costs in training, by `train`: one forward, one for the gradients of
 # inputs, one for those of weights, and one for the optimiser's work where it moves every weight.
 PASSES = {"scales": 3, "weights": 4, "adapters": 3, "norms": 2}
@@ -73,7 +72,7 @@ class Distil(Method):
         "most windows of text; the calibration corpus may have fewer, and the updates may need fewer",
         range=(2, 1 << 24),
     )
-    batch: int = knob(2, "windows per update", range=(1, 1 << 16))
+    batch: int = knob(2, "windows per update, which several processes divide among themselves", range=(1, 1 << 16))
     rate: float = knob(
         0.0,
         "size of the largest updates, as a share of what learns; 0: 0.001 for scales and weights, 0.002 for adapters "
@@ -122,11 +121,6 @@ class Distil(Method):
                 f"`device` (={str(device)!r}): {self.name} trains the whole model where it lies, on "
                 f"{device_of(model)}: load it on the other device"
             )
-        if processes > 1 and not 0 < self.minutes <= LONGEST_ALONE:
-            raise ValueError(
-                f"`minutes` (={self.minutes:g}) of {self.name} must be above 0, and {LONGEST_ALONE} at most, with "
-                "several processes: the first one trains, and the others wait for it"
-            )
 
     def own_passes(self) -> str:
         return "the predictions of the original model, and training"
@@ -154,19 +148,12 @@ class Distil(Method):
         held_out, trained = self._text(batches)
         text = [*held_out, *trained]
         made = Prepared.at(context.store, text, len(held_out))
-        if current().rank == 0:
-            with joined(device_of(model), alone=True):
-                least, seconds = made.held_out + self.batch, 60 * self.minutes / (1 + PASSES[self.train])
-                made.teacher.write(model, text, least=least, seconds=seconds)
-        current().check()
+        least, seconds = made.held_out + self.batch, 60 * self.minutes / (1 + PASSES[self.train])
+        made.teacher.write(model, text, least=least, seconds=seconds)
         return made
 
     def apply(self, model: nn.Module, batches: Sequence[Tensor], context: Context) -> list[RecoveryRecord]:
-        made = None
-        if current().rank == 0:
-            with joined(device_of(model), alone=True):
-                made = self._trained(model, context)
-        changes, record = current().from_first(made)
+        changes, record = current().from_first(self._trained(model, context))
         changes.put(model)
         return [record]
 
@@ -187,7 +174,7 @@ class Distil(Method):
         with learning(model, self.train, self.skip, **how) as (learned, changes):
             if not learned.count:
                 raise ValueError(f"`train` (={self.train!r}) of {self.name}: nothing in this model can learn by it")
-            store = _beside(context.store, "training", prepared.text)
+            store = _beside(context.store, "training", prepared.text) if current().rank == 0 else None
             how = {"name": self.name, "store": store}
             training = Loop(model, learned, prepared.text[:count], prepared.teacher, schedule, **how).run()
             trained = changes()
@@ -243,7 +230,10 @@ class Prepared:
 
     @classmethod
     def at(cls, store: BlockStore | None, text: list[Tensor], held_out: int) -> "Prepared":
-        """With predictions in this store's folder, or in a temporary one that lives as long as the result."""
+        """With predictions in this store's folder, or in a temporary one that lives as long as the result; the first of
+        several processes has them."""
+        if current().rank:
+            return cls(text, held_out, Teacher(None))
         if store is not None:
             return cls(text, held_out, Teacher(_beside(store, "teacher", text)))
         folder = tempfile.TemporaryDirectory(prefix="workbench-teacher-")

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,7 @@ from compress.recover.learned import Learned, fast_products
 from compress.recover.teacher import Teacher, positions, together
 from compress.walk.capture import device_of
 from compress.walk.finite import NotFinite
-from compress.walk.parallel.ranks import progress_bar
+from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from eval.record.compression import RecoveryPoint
 from kernels.huge_pages import freed_memory_kept, heap_in_huge_pages
@@ -159,11 +159,14 @@ class Loop:
     def _fit(self, seconds: float) -> None:
         """Set the number of updates of this many seconds that the budget of minutes allows."""
         left = 60 * self.schedule.minutes - self.schedule.spent - self.state.seconds
-        score = self.schedule.held_out / (3 * self.schedule.batch)  # of an update, which also goes backward
-        updates = left / seconds
+        updates, score = (
+            left / seconds,
+            self.state.curve[0].seconds / seconds,
+        )  # that of the held-out windows, in updates
         self.state.checks = min(CHECKS, max(2, int(SCORING * updates / score)))
         fitting = self.state.step + int(updates - score * self.state.checks)
         self.state.steps = max(self.state.step, min(self.schedule.steps, fitting))
+        self.state.steps, self.state.checks = current().from_first((self.state.steps, self.state.checks))
         self._keep()
 
     def _update(self) -> None:
@@ -171,13 +174,15 @@ class Loop:
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate() * _warm(state.step, state.steps)
         numbers = [self._window(i) for i in range(state.step * batch, (state.step + 1) * batch)]
-        total = 0.0
-        for several in together([self.windows[i] for i in numbers], batch):
-            total += self._backward([numbers[i] for i in several], batch)
-            if not math.isfinite(total):
-                state.ended = f"the loss of update {state.step + 1} was {total}"
-                return
+        given, own, total = self.teacher.of(numbers), current().share(numbers), 0.0
+        for several in together([self.windows[i] for i in own], batch):
+            total += self._backward([own[i] for i in several], given, batch)
+        total = sum(current().gathered(total))
+        if not math.isfinite(total):
+            state.ended = f"the loss of update {state.step + 1} was {total}"
+            return
         self.learned.collect()
+        self._add_up_gradients()
         norm = nn.utils.clip_grad_norm_(self.latent.values(), LARGEST_GRADIENT).item()
         if not math.isfinite(norm):
             state.ended = f"the gradient of update {state.step + 1} was {norm}"
@@ -187,6 +192,13 @@ class Loop:
         self.learned.prepare()
         state.step, state.tokens = state.step + 1, state.tokens + sum(self.windows[i].shape[1] for i in numbers)
         self.losses.append(total)
+
+    def _add_up_gradients(self) -> None:
+        """Over all processes, each of which has run a part of the windows, or none."""
+        if current().count > 1:
+            for number in self.latent.values():
+                number.grad = torch.zeros_like(number) if number.grad is None else number.grad
+            current().add_up([number.grad for number in self.latent.values()])
 
     def _rate(self) -> float:
         """The size of the largest updates."""
@@ -205,36 +217,47 @@ class Loop:
         order = torch.randperm(self.trained, generator=torch.Generator().manual_seed(turn))
         return self.schedule.held_out + int(order[place])
 
-    def _backward(self, numbers: Sequence[int], batch: int) -> float:
+    def _backward(self, numbers: Sequence[int], given: Mapping[int, tuple[Tensor, Tensor]], batch: int) -> float:
         """What windows of one length, which one pass takes, add to the mean loss of an update of `batch` windows; its
-        gradients are added to those of the leaves."""
+        gradients are added to those of the leaves.
+
+        Args:
+            given: by window, the teacher's predictions.
+        """
         with torch.enable_grad():
             with fast_products(self.model, self.learned.passes):
                 hidden = self.at_head.hidden(torch.cat([self.windows[i] for i in numbers]).to(self.device))
-            given, total = hidden.detach().requires_grad_(), 0.0
-            ids, logp = map(torch.cat, zip(*(self.teacher.of(i, self.device) for i in numbers), strict=True))
-            pieces = zip(*(x.split(self.rows) for x in (given, ids, logp)), strict=True)
-            for piece, its_ids, its_logp in pieces:
+            states, total = hidden.detach().requires_grad_(), 0.0
+            for piece, ids, logp in self._pieces(states, [given[i] for i in numbers]):
                 with fast_products(self.model, self.learned.passes):
                     logits = self.at_head.logits(piece)
-                share = len(numbers) / (len(ids) * batch)  # of a position in the mean over tokens and windows
-                loss = divergence(logits, its_ids, its_logp, self.schedule.loss).sum() * share
+                share = len(numbers) / (len(states) * batch)  # of a position in the mean over tokens and windows
+                loss = divergence(logits, ids, logp, self.schedule.loss).sum() * share
                 loss.backward()
                 total += loss.item()
-            hidden.backward(given.grad)
+            hidden.backward(states.grad)
         return total
 
     @torch.no_grad()
     def _score(self) -> float:
         """The mean forward divergence of the held-out windows, nats per token."""
-        total = tokens = 0.0
-        for window in range(self.schedule.held_out):
-            hidden = self.at_head.hidden(self.windows[window].to(self.device))
-            ids, logp = self.teacher.of(window, self.device)
-            pieces = zip(*(x.split(self.rows) for x in (hidden, ids, logp)), strict=True)
-            total += sum(divergence(self.at_head.logits(h), *teacher).sum().item() for h, *teacher in pieces)
-            tokens += len(ids)
-        return total / tokens
+        ranks, total, tokens = current(), 0.0, 0
+        for first in range(0, self.schedule.held_out, ranks.count):
+            numbers = range(first, min(first + ranks.count, self.schedule.held_out))
+            given = self.teacher.of(numbers)
+            for i in ranks.share(numbers):
+                hidden = self.at_head.hidden(self.windows[i].to(self.device))
+                pieces = self._pieces(hidden, [given[i]])
+                total += sum(divergence(self.at_head.logits(h), *teacher).sum().item() for h, *teacher in pieces)
+                tokens += len(hidden)
+        both = ranks.gathered((total, tokens))
+        return sum(total for total, _ in both) / sum(tokens for _, tokens in both)
+
+    def _pieces(self, hidden: Tensor, given: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, ...]]:
+        """Hidden states of some windows together, with the ids and log-probabilities that the teacher has there, a few
+        positions at a time."""
+        ids, logp = (torch.cat(parts).to(self.device) for parts in zip(*given, strict=True))
+        return zip(*(x.split(self.rows) for x in (hidden, ids.long(), logp)), strict=True)
 
     def _check(self) -> None:
         """Score the held-out windows, remember the best state, keep all of it on disk, and see whether to go on."""
@@ -273,7 +296,7 @@ class Loop:
         self.store.put(0, tensors, {"training": state, "losses": self.losses})
 
     def _resume(self) -> None:
-        found = self.store.get(0) if self.store else None
+        found = current().from_first(self.store.get(0) if self.store else None)
         if found is None:
             return
         tensors, about = found

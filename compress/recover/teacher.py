@@ -12,7 +12,7 @@ from compress.recover.divergence import likeliest
 from compress.recover.learned import fast_products
 from compress.walk.capture import device_of
 from compress.walk.finite import NotFinite
-from compress.walk.parallel.ranks import progress_bar
+from compress.walk.parallel.ranks import current, progress_bar
 from compress.walk.resume import BlockStore
 from kernels.huge_pages import freed_memory_kept
 from kernels.linear import fast_linear
@@ -44,11 +44,13 @@ def together(windows: Sequence[Tensor], most: int) -> list[list[int]]:
 class Teacher:
     """The likeliest tokens of the original model at every position of every window.
 
+    Of several processes, each runs its share of the passes, and all call the same methods in the same order.
+
     Args:
-        store: the folder, with a file for each window.
+        store: the folder of the first process, with a file for each window; None in the others.
     """
 
-    def __init__(self, store: BlockStore) -> None:
+    def __init__(self, store: BlockStore | None) -> None:
         self.store = store
 
     @torch.no_grad()
@@ -66,39 +68,62 @@ class Teacher:
             least: the number of windows that are written in any case.
             seconds: the time after which no further window is begun; 0: all are written.
         """
-        if self.store.about(len(windows)) is not None:
+        ranks, device, count = current(), device_of(model), len(windows)
+        first, before = ranks.from_first(self._already(len(windows)) if self.store else None)
+        if first > len(windows):
             return
-        first, device, count = self.store.finished(len(windows)), device_of(model), len(windows)
-        start = time.perf_counter() - (self.store.about(first - 1)["seconds"] if first else 0.0)
+        start = time.perf_counter() - before
         at_head = AtHead(model)
         rows = positions(model.get_input_embeddings().num_embeddings)
         passes = [several for several in together(windows, AT_ONCE) if several[-1] >= first]
         progress = progress_bar(total=len(windows), initial=first, desc="predictions of the original", unit="window")
         with progress, freed_memory_kept(), fast_linear(), fast_products(model):
-            for several in passes:
-                if seconds and several[0] >= least and time.perf_counter() - start > seconds:
-                    count = several[0]
+            for turn in range(0, len(passes), ranks.count):
+                own = passes[turn : turn + ranks.count]
+                if seconds and own[0][0] >= least and ranks.from_first(time.perf_counter() - start > seconds):
+                    count = own[0][0]
                     break
-                hidden = at_head.hidden(torch.cat([windows[i] for i in several]).to(device))
-                pieces = [likeliest(at_head.logits(piece), KEPT) for piece in hidden.split(rows)]
-                both = (torch.cat(parts).cpu().chunk(len(several)) for parts in zip(*pieces, strict=True))
-                for i, ids, logp in zip(several, *both, strict=True):
-                    if not logp.isfinite().all():
-                        raise NotFinite(
-                            f"the original model's predictions for window {i} of the training text are NaN or infinite"
-                        )
+                made = [_predicted(at_head, windows, several, rows, device) for several in ranks.share(own)]
+                made = [window for several in ranks.gathered(made) for windows_of in several for window in windows_of]
+                for i, kept in made if self.store else ():
                     if i >= first:  # an earlier run may have ended between the windows of a pass
-                        kept = {"ids": ids.int().contiguous(), "logp": logp.contiguous()}
                         self.store.put(i, kept, {"seconds": time.perf_counter() - start})
                         progress.update()
-        self.store.put(len(windows), {}, {"windows": count, "seconds": time.perf_counter() - start})
+        if self.store:
+            self.store.put(len(windows), {}, {"windows": count, "seconds": time.perf_counter() - start})
+
+    def _already(self, windows: int) -> tuple[int, float]:
+        """How many windows are on disk, and the seconds that it took; one more than there are if no further one is to
+        be written."""
+        if self.store.about(windows) is not None:
+            return windows + 1, 0.0
+        first = self.store.finished(windows)
+        return first, self.store.about(first - 1)["seconds"] if first else 0.0
 
     def written(self, windows: int) -> tuple[int, float]:
         """Of this many windows, the number of those whose predictions were written, and the seconds that it took."""
-        about = self.store.about(windows)
+        about = current().from_first(self.store.about(windows) if self.store else None)
         return about["windows"], about["seconds"]
 
-    def of(self, window: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Ids and log-probabilities [T, k] of the likeliest tokens at each position of a window."""
+    def of(self, windows: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """By window, ids and log-probabilities [T, k] of the likeliest tokens at each position, in memory."""
+        return current().from_first({i: self._of(i) for i in windows} if self.store else None)
+
+    def _of(self, window: int) -> tuple[Tensor, Tensor]:
         tensors, _ = self.store.get(window)
-        return tensors["ids"].long().to(device), tensors["logp"].to(device)
+        return tensors["ids"], tensors["logp"]
+
+
+def _predicted(
+    at_head: AtHead, windows: Sequence[Tensor], several: Sequence[int], rows: int, device: torch.device
+) -> list[tuple[int, dict[str, Tensor]]]:
+    """The windows of one pass, each with its predictions."""
+    hidden = at_head.hidden(torch.cat([windows[i] for i in several]).to(device))
+    pieces = [likeliest(at_head.logits(piece), KEPT) for piece in hidden.split(rows)]
+    both = (torch.cat(parts).cpu().chunk(len(several)) for parts in zip(*pieces, strict=True))
+    made = []
+    for i, ids, logp in zip(several, *both, strict=True):
+        if not logp.isfinite().all():
+            raise NotFinite(f"the original model's predictions for window {i} of the training text are NaN or infinite")
+        made.append((i, {"ids": ids.int().contiguous(), "logp": logp.contiguous()}))
+    return made

@@ -4,11 +4,22 @@ from collections.abc import Callable, Sequence
 
 from eval.record.speed import StepPart
 from eval.record.steps import ATTENTION
-from kernels.step.assemble import OPS
+from kernels.step.assemble import OPS, weights_in
 from kernels.step.native import DecodeStep
-from kernels.step.program import Attention, Products, Weight
+from kernels.step.program import Attention, Experts, Mixture, Weight
 
-PARTS = {"qkv": "q, k, v", "o": "o", "mlp": "gate, up", "down": "down", "logits": "head"}  # by what a product writes
+PARTS = {
+    "qkv": "q, k, v",
+    "o": "o",
+    "mlp": "gate, up",
+    "down": "down",
+    "router": "router",
+    "chosen": "experts: gate, up",
+    "shared": "gate, up",
+    "shared down": "down",
+    "experts": "experts: down",
+    "logits": "head",
+}  # by what a product writes
 
 
 def time_parts(
@@ -32,11 +43,15 @@ def time_parts(
         step.time(False)
     found: dict[str, StepPart] = {}
     for one, taken in zip(step.program.instructions, seconds, strict=True):
-        if isinstance(one, Products):
-            name, size = PARTS[one.writes], sum(map(_bytes, one.weights))
-            kernels = {OPS.get(type(w.stored), "linear") for w in one.weights}
+        if not isinstance(one, Attention):
+            weights = weights_in(one)
+            name, size = PARTS[one.writes], sum(map(_bytes, weights))
+            if isinstance(one, Experts | Mixture):  # those that the tokens of a step choose, if they differ
+                size *= min(
+                    1.0, one.chosen * step.program.tokens / len(one.gates if isinstance(one, Experts) else weights)
+                )
+            kernels = {OPS.get(type(w.stored), "linear") for w in weights}
         else:
-            assert isinstance(one, Attention), "a step in one call"
             name, kernels = ATTENTION, {"kv_decode"}
             seen = min(context, one.window or context)
             size = 2 * len(one.keys) * one.kv_heads * one.channels * seen * one.keys.element_size()

@@ -1,8 +1,8 @@
 // One step of decoding of a whole decoder: a list of instructions that the threads of one parallel region go through side by
 // side, with a barrier after each. kernels/step/README.md describes the instructions; kernels/step/program.py makes them.
 //
-// Two kinds: products, in which each thread computes some rows of weights, and attention, in which each takes some positions
-// of some heads. If the cache has its own attention, the step stops instead, hands over queries, keys and values, and continues
+// Three kinds: products, in which each thread computes some rows of weights, those of a mixture's chosen experts, and attention, in
+// which each takes some positions of some heads. If the cache has its own attention, the step stops instead, hands over queries, keys and values, and continues
 // with the caller's result. All other work (residual sums, norms, rounding) is repeated in every thread: for a few tokens this is
 // cheaper than another barrier.
 
@@ -162,6 +162,51 @@ void DecodeStep::products(int64_t from, int64_t to, const std::vector<int64_t>& 
   own_.clear();
 }
 
+// Weights of one size, the experts' in order.
+std::vector<const Weight*> DecodeStep::alike(const std::vector<int64_t>& weights) const {
+  std::vector<const Weight*> found;
+  for (int64_t i : weights) {
+    const Weight* w = weights_.at(i).get();
+    found.push_back(w);
+    TORCH_CHECK(w->stored.out == found[0]->stored.out && w->stored.in == found[0]->stored.in && w->unit == found[0]->unit,
+                "the weights of all experts have one size and unit");
+  }
+  return found;
+}
+
+// sizes: the buffers of logits and results, the number of chosen experts, sigmoid, rounded, whole, and the activation.
+void DecodeStep::experts(std::vector<int64_t> sizes, const std::vector<int64_t>& gates, const std::vector<int64_t>& others, double factor,
+                         const Maybe& bias) {
+  Experts e{sizes.at(0), sizes.at(1), sizes.at(2), sizes.at(3) != 0, sizes.at(4) != 0, sizes.at(5) != 0, float(factor), {},
+            alike(gates), alike(others), int(sizes.at(6))};
+  const int64_t count = e.gates.size(), out = e.gates.at(0)->stored.out;
+  const auto* router = stages_.empty() ? nullptr : std::get_if<Products>(&stages_.back());
+  TORCH_CHECK(router && router->to == e.from && router->in == e.gates[0]->stored.in && router->weights[0]->stored.out == count,
+              "the product of a router with the experts' input comes before them");
+  TORCH_CHECK(e.chosen >= 1 && e.chosen <= count && e.others.size() == e.gates.size() && e.others[0]->stored.out == out &&
+                  e.others[0]->stored.in == router->in && e.others[0]->unit == e.gates[0]->unit && e.activation != NONE &&
+                  (!bias || is_floats(bias, count)),
+              "experts: ", e.chosen, " of ", count, " experts do not fit");
+  if (bias) e.bias = *bias;
+  sizes_.resize(std::max<size_t>(sizes_.size(), e.to + 1));
+  sizes_[e.to] = std::max(sizes_[e.to], 2 * most_ * e.chosen * out);
+  widest_ = std::max({widest_, count, e.chosen * out}), chosen_ = std::max(chosen_, e.chosen), scores_ = std::max(scores_, count);
+  stages_.push_back(std::move(e));
+  own_.clear();
+}
+
+// sizes: the buffers of the experts' results and of the sum, the number of chosen experts, what is added, and its gate.
+void DecodeStep::mixture(std::vector<int64_t> sizes, const std::vector<int64_t>& weights) {
+  Mixture m{sizes.at(0), sizes.at(1), sizes.at(2), alike(weights), sizes.at(3), sizes.at(4)};
+  TORCH_CHECK(m.weights.at(0)->stored.out == hidden_ && m.chosen <= chosen_ &&
+                  2 * most_ * m.chosen * m.weights[0]->stored.in <= sizes_.at(m.from) && (m.added < 0 || sizes_.at(m.added) >= most_ * hidden_),
+              "mixture: its sizes do not fit");
+  sizes_.resize(std::max<size_t>(sizes_.size(), m.to + 1));
+  sizes_[m.to] = std::max(sizes_[m.to], most_ * hidden_);
+  stages_.push_back(std::move(m));
+  own_.clear();
+}
+
 void DecodeStep::attend(std::vector<int64_t> sizes, double scale, double softcap, const at::Tensor& keys, const at::Tensor& values,
                         const at::Tensor& length, const at::Tensor& cos, const at::Tensor& sin, const Maybe& query,
                         const Maybe& key, double eps) {
@@ -197,7 +242,8 @@ void DecodeStep::prepare(int shares) {
     if (!changes_.empty())
       for (auto* r : {&own->changed, &own->spare, &own->changed_values}) r->make(room);
     own->bits.make(room), own->changed_bits.make(room), own->spare_bits.make(widest_ + LINE);
-    own->sums.make(most_ * groups_), own->multiples.make(most_ * groups_), own->totals.make(most_ * groups_);
+    own->sums.make(most_ * chosen_ * groups_), own->multiples.make(most_ * chosen_ * groups_), own->totals.make(most_ * chosen_ * groups_);
+    own->scores.make(scores_ + LINE), own->ranks.make(scores_ + LINE);
     own->integers.make(room / 2);
     own->q.make(rows_ * stride_ + 2 * stride_), own->q_bits.make(rows_ * stride_ + LINE);
     own->scratch.make(std::max(rows_ * SPAN_POSITIONS, stride_) + LINE);
@@ -452,6 +498,8 @@ TORCH_LIBRARY_FRAGMENT(workbench, m) {
       .def("rotates", &DecodeStep::rotates)
       .def("embed", &DecodeStep::embed)
       .def("products", &DecodeStep::products)
+      .def("experts", &DecodeStep::experts)
+      .def("mixture", &DecodeStep::mixture)
       .def("attend", static_cast<void (DecodeStep::*)(std::vector<int64_t>, double, double, const at::Tensor&, const at::Tensor&,
                                                       const at::Tensor&, const at::Tensor&, const at::Tensor&, const Maybe&,
                                                       const Maybe&, double)>(&DecodeStep::attend))

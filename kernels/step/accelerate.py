@@ -59,11 +59,11 @@ def accelerate(
     code reads prompts with padding, and also decodes after them where layers have windows.
 
     Args:
-        model: a causal decoder of the Llama family (Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and their like); for
-            others there is a warning with the reason, which `model.why_not_accelerated` keeps, and the model's own code
-            runs. If the model is compressed or
-            cast afterwards, the next prompt takes this into account. Torch keeps no count of writes through `.data` and
-            in inference mode, so that these do not show: call `model.acceleration.remove()`, which undoes the change,
+        model: a causal decoder of the Llama family (Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 and their like), on a
+            CPU also with a mixture of experts in the place of the MLP. For others there is a warning with the reason,
+            which `model.why_not_accelerated` keeps, and the model's own code runs. If the model is compressed or cast
+            afterwards, the next prompt takes this into account. Torch keeps no count of writes through `.data` and in
+            inference mode, so that these do not show: call `model.acceleration.remove()`, which undoes the change,
             before them.
         dtype: the dtype to cast the model to: torch.bfloat16, torch.float16 or their names; None: no cast.
         draft: a smaller model with the same vocabulary, such as the compressed model, which guesses tokens of single

@@ -16,10 +16,20 @@ from kernels.lut_matmul import Codebook
 from kernels.registry import recording
 from kernels.sparse_matmul import SparseRows
 from kernels.step.cache import LayerRoom, rooms_of
-from kernels.step.decoder import STREAM, Decoder, DecoderBlock, NotNative, Rows, recognise
+from kernels.step.decoder import STREAM, Decoder, DecoderBlock, MixtureOfExperts, NotNative, Rows, recognise
 from kernels.step.likeness import check_likeness, check_logits, difference, shaken
 from kernels.step.native import DecodeStep, why_not
-from kernels.step.program import Attention, CacheAttention, InputChange, Norm, Products, Program, Weight
+from kernels.step.program import (
+    Attention,
+    CacheAttention,
+    Experts,
+    InputChange,
+    Mixture,
+    Norm,
+    Products,
+    Program,
+    Weight,
+)
 from kernels.trellis_matmul import Trellis
 from kernels.w8a8_matmul import W8
 
@@ -28,6 +38,7 @@ OPS = {
     SparseRows: "sparse_matmul",
 }  # fmt: skip
 CHECKED = 4  # steps
+Instruction = Products | Experts | Mixture | Attention | CacheAttention
 
 
 @dataclass
@@ -107,12 +118,19 @@ def step_of(decoder: Decoder, rooms: Sequence[LayerRoom], tokens: int) -> Native
 
 def _products_of(program: Program, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
     """(op, implementation) for each weight of a program."""
-    for weight in {id(w): w for i in program.instructions if isinstance(i, Products) for w in i.weights}.values():
+    for weight in {id(w): w for one in program.instructions for w in weights_in(one)}.values():
         op, kept = OPS.get(type(weight.stored), "linear"), isinstance(weight.stored, SparseRows)
         if op == "linear" or kept:
             yield op, f"cpu {native.rows_isa(dtype, weight.shape[1], kept=kept, step=True)}"
         else:
             yield op, f"cpu {native.integers() if op == 'w8a8_matmul' else native.isa(dtype)}"
+
+
+def weights_in(one: Instruction) -> tuple[Weight, ...]:
+    """The weights of an instruction."""
+    if isinstance(one, Experts):
+        return one.gates + one.others
+    return one.weights if isinstance(one, Products | Mixture) else ()
 
 
 def program_of(decoder: Decoder, rooms: Sequence[LayerRoom] | None, tokens: int) -> Program:
@@ -129,7 +147,7 @@ def program_of(decoder: Decoder, rooms: Sequence[LayerRoom] | None, tokens: int)
         raise NotNative(reason)
     if native.isa(decoder.dtype) == "portable":
         raise NotNative("the loops have no vector instructions of this processor")
-    instructions: list[Products | Attention | CacheAttention] = []
+    instructions: list[Instruction] = []
     pending = Pending()
     for block, room in zip(decoder.blocks, rooms or [None] * len(decoder.blocks), strict=True):
         own, pending = _instructions(decoder, block, room, pending)
@@ -152,9 +170,9 @@ class Pending(NamedTuple):
 
 def _instructions(
     decoder: Decoder, block: DecoderBlock, room: LayerRoom | None, pending: Pending
-) -> tuple[list[Products | Attention | CacheAttention], Pending]:
+) -> tuple[list[Instruction], Pending]:
     """The instructions of a block, and what they leave to be added."""
-    found: list[Products | Attention | CacheAttention] = []
+    found: list[Instruction] = []
 
     def weights(*names: str) -> tuple[Weight, ...]:
         return tuple(weight_of(getattr(block, n), f"{block.name}'s {n}_proj") for n in names)
@@ -165,12 +183,36 @@ def _instructions(
         found.append(_attention(decoder, block, room))
         found.append(Products("attention", "o", weights("o")))
         pending = Pending("o", block.after_attention)
-    if block.has_mlp:
+    if block.mixture is not None:
+        found += _mixture(block, block.mixture, pending)
+        pending = Pending("experts", block.after_mlp)
+    elif block.has_mlp:
         before = {"before": block.before_mlp, "added": pending.name, "after": pending.norm}
         found.append(Products("residual", "mlp", weights("gate", "up"), block.activation, **before))
         found.append(Products("mlp", "down", weights("down")))
         pending = Pending("down", block.after_mlp)
     return found, pending
+
+
+def _mixture(block: DecoderBlock, m: MixtureOfExperts, pending: Pending) -> Iterator[Instruction]:
+    """The instructions of a mixture, which read the residual stream after the pending sum."""
+
+    def weights(linears: Sequence[nn.Module], which: str) -> tuple[Weight, ...]:
+        return tuple(weight_of(linear, f"{block.name}'s {which}_proj") for linear in linears)
+
+    router = Weight(m.router), *weights([] if m.shared_gate is None else [m.shared_gate], "shared_gate")
+    yield Products("residual", "router", router, before=block.before_mlp, added=pending.name, after=pending.norm)
+    first = weights(m.gates, "experts' gate"), weights(m.ups, "experts' up")
+    yield Experts(
+        "router", "chosen", *first, block.activation, m.chosen, m.sigmoid, m.rounded, m.whole, m.factor, m.bias
+    )
+    shared = None
+    if m.shared is not None:
+        both, shared = weights(m.shared[:2], "shared gate and up"), "shared down"
+        yield Products("residual", "shared", both, block.activation, before=block.before_mlp)
+        yield Products("shared", shared, weights(m.shared[2:], "shared down"))
+    gate = None if m.shared_gate is None else "router"
+    yield Mixture("chosen", "experts", weights(m.downs, "experts' down"), m.chosen, shared, gate)
 
 
 def _attention(decoder: Decoder, block: DecoderBlock, room: LayerRoom | None) -> Attention | CacheAttention:

@@ -7,11 +7,13 @@ code that runs a recognised decoder checks that its logits are those of the mode
 """
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
@@ -24,6 +26,13 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 FUSED_ATTENTION = {"qkv_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+GRANITES_MLP = "block_sparse_moe"  # the name of a block's mixture in Granite
+ROUTERS = ("gate", "router")  # names of the module of a mixture that chooses its experts
+SHARED = ("shared_expert", "shared_experts", "shared_mlp")  # of an MLP beside them, for all tokens
+SHARED_GATE = "shared_expert_gate"
+BIAS, FACTOR = "e_score_correction_bias", "routed_scaling_factor"  # attributes of a router or a mixture
+PROBED = 3  # tokens for which a mixture is compared with its module
+ALIKE = 0.05  # largest relative difference of a mixture from its module, whose results are rounded to 16 bits
 FUSED_MLP = {"gate_up_proj", "down_proj", "activation_fn"}
 MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 ACTIVATION = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
@@ -73,6 +82,45 @@ def together(linears: Sequence[nn.Module]) -> nn.Module | None:
 
 
 @dataclass(frozen=True)
+class MixtureOfExperts:
+    """MLPs of which a router chooses some for each token; their results are added up with the experts' shares.
+
+    module: the model's own, which does all of it. router: [experts, hidden], in the model's dtype. gates, ups, downs:
+    linears of the experts. chosen, sigmoid, rounded, whole, factor, bias: as in `program.Experts`.
+    shared: gate, up and down of an MLP that is added for all tokens, or None. shared_gate: a linear of one output,
+    whose sigmoid is the share of that MLP; None: 1.
+    """
+
+    module: nn.Module
+    router: Tensor
+    gates: tuple[nn.Module, ...]
+    ups: tuple[nn.Module, ...]
+    downs: tuple[nn.Module, ...]
+    chosen: int
+    sigmoid: bool
+    rounded: bool
+    whole: bool
+    factor: float
+    bias: Tensor | None
+    shared: tuple[nn.Module, nn.Module, nn.Module] | None = None
+    shared_gate: nn.Module | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The result [..., hidden] of the model's own module."""
+        y = self.module(x)
+        return y[0] if isinstance(y, tuple) else y
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of tokens x [tokens, hidden] and their shares, [tokens, chosen]."""
+        logits = F.linear(x.float(), self.router.float())
+        logits = logits.to(x.dtype).float() if self.rounded else logits
+        shares = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
+        chosen = (shares if self.bias is None else shares + self.bias).topk(self.chosen, dim=-1).indices
+        shares = shares.gather(-1, chosen)
+        return chosen, self.factor * (shares / shares.sum(-1, keepdim=True) if self.whole else shares)
+
+
+@dataclass(frozen=True)
 class DecoderBlock:
     """A block: norms, attention and a gated MLP, whose linears are the model's modules.
 
@@ -81,7 +129,7 @@ class DecoderBlock:
     `program.ACTIVATIONS`. kind: of its rotary tables, or None for the only one. scale: of scores. softcap: softcap *
     tanh(score / softcap), or 0. window: number of positions that a token sees, itself included, or 0 for all. attends,
     has_mlp: False if the part was dropped. Its linears are None then, and a layer of the cache without attention keeps
-    one number for each position, which nothing reads.
+    one number for each position, which nothing reads. mixture: in the place of gate, up and down.
     """
 
     name: str
@@ -110,6 +158,7 @@ class DecoderBlock:
     key_norm: Norm | None
     attends: bool = True
     has_mlp: bool = True
+    mixture: MixtureOfExperts | None = None
 
 
 @dataclass(frozen=True)
@@ -280,7 +329,7 @@ def recognise(model: nn.Module, by_cache: bool = False, anywhere: bool = False) 
         raise NotNative(f"rotary positions of kind {kinds!r}")
     # Gemma 3 has rotary frequencies for each kind of layer.
     several = getattr(body.rotary_emb, "layer_types", None) is not None
-    blocks = tuple(_block(b, f"block {i}", several, model.config) for i, b in enumerate(body.layers))
+    blocks = tuple(_block(b, f"block {i}", several, model) for i, b in enumerate(body.layers))
     if not any(block.attends for block in blocks):
         raise NotNative("none of its blocks has attention")
     if residual != 1:
@@ -321,21 +370,28 @@ def _of_smaller_stream(block: DecoderBlock, factor: float) -> DecoderBlock:
     return replace(block, **before)
 
 
-def _block(block: nn.Module, name: str, several: bool, config: Any) -> DecoderBlock:
+def _block(block: nn.Module, name: str, several: bool, model: nn.Module) -> DecoderBlock:
     """several: does each kind of layer have its own rotary tables?"""
-    four = _children(block) == FOUR_NORMS
-    if not four:
-        _expect(block, BLOCK, name)
-    attention, mlp = block.self_attn, block.mlp
+    children = {"mlp" if n == GRANITES_MLP else n for n in _children(block)}
+    four = children == FOUR_NORMS
+    if not four and (different := children ^ BLOCK):
+        raise _other(name, different)
+    attention, mlp = block.self_attn, block.mlp if hasattr(block, "mlp") else getattr(block, GRANITES_MLP)
     attends, has_mlp = (getattr(part, ADDS_NOTHING, False) is not True for part in (attention, mlp))
-    if has_mlp and _children(mlp) != FUSED_MLP:
+    mixture = _mixture(mlp, f"{name}'s mixture", model.dtype) if has_mlp and "experts" in _children(mlp) else None
+    if has_mlp and mixture is None and _children(mlp) != FUSED_MLP:
         _expect(mlp, MLP, f"{name}'s MLP")
+    if mixture is not None:
+        linears = {"gate": None, "up": None, "down": None, "activation": _activation(mlp.experts.act_fn)}
+    else:
+        linears = _linears_of_mlp(mlp) if has_mlp else {"gate": None, "up": None, "down": None, "activation": ""}
     inner = {
         "after_attention": _norm(block.post_attention_layernorm) if four else None,
         "before_mlp": _norm(block.pre_feedforward_layernorm if four else block.post_attention_layernorm),
         "after_mlp": _norm(block.post_feedforward_layernorm) if four else None,
-        **(_linears_of_mlp(mlp) if has_mlp else {"gate": None, "up": None, "down": None, "activation": ""}),
+        **linears,
         "has_mlp": has_mlp,
+        "mixture": mixture,
     }
     if not attends:
         if attention.layer_idx is None:
@@ -361,9 +417,7 @@ def _block(block: nn.Module, name: str, several: bool, config: Any) -> DecoderBl
     ):
         raise NotNative(f"{name}'s attention is of another kind")
     norms = [_norm(getattr(attention, n), channels) if hasattr(attention, n) else None for n in ("q_norm", "k_norm")]
-    window = (
-        attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)
-    )
+    window = getattr(attention if hasattr(attention, "sliding_window") else model.config, "sliding_window", None)
     return DecoderBlock(
         name,
         attention.layer_idx,
@@ -378,6 +432,77 @@ def _block(block: nn.Module, name: str, several: bool, config: Any) -> DecoderBl
     )  # fmt: skip
 
 
+def _mixture(mlp: nn.Module, name: str, dtype: torch.dtype) -> MixtureOfExperts:
+    """The parts of a mixture, compared with what its module makes of a few tokens."""
+    children, experts = _children(mlp), mlp.experts
+    router = next((getattr(mlp, n) for n in ROUTERS if n in children), None)
+    beside = next((getattr(mlp, n) for n in SHARED if n in children), None)
+    if router is None or children - {*ROUTERS, *SHARED, SHARED_GATE, "experts"}:
+        raise NotNative(f"{name} has {', '.join(sorted(children))}")
+    W = getattr(router, "weight", None)
+    if not isinstance(W, Tensor) or W.dim() != 2 or W.device.type != "cpu":
+        raise NotNative(f"{name} has a router of another kind, or is not on a CPU")
+    if any((getattr(router, n, None) or 1) > 1 for n in ("num_group", "n_group")):
+        raise NotNative(f"{name} chooses groups of experts")
+    if getattr(experts, "has_post_expert_norm", False) or not hasattr(experts, "act_fn"):
+        raise NotNative(f"{name} has experts of another kind")
+    firsts, downs = (_linears_of_experts(experts, n, name) for n in ("gate_up_proj", "down_proj"))
+    halves = [split(first, (first.out_features // 2,) * 2) for first in firsts]
+    shared = None
+    if beside is not None:
+        _expect(beside, MLP, f"{name}'s shared MLP")
+        shared = beside.gate_proj, beside.up_proj, beside.down_proj
+        if _activation(beside.act_fn) != _activation(experts.act_fn):
+            raise NotNative(f"{name}'s shared MLP has another activation")
+    bias = next((getattr(m, BIAS) for m in (router, mlp) if isinstance(getattr(m, BIAS, None), Tensor)), None)
+    made = MixtureOfExperts(
+        mlp, W.detach(), *(tuple(half[i] for half in halves) for i in range(2)), tuple(downs), chosen=1, sigmoid=False,
+        rounded=True, whole=False, factor=1.0, bias=None if bias is None else bias.detach().float().contiguous(),
+        shared=shared, shared_gate=getattr(mlp, SHARED_GATE, None),
+    )  # fmt: skip
+    return _as_its_module_chooses(made, experts, name, dtype)
+
+
+def _linears_of_experts(experts: nn.Module, which: str, name: str) -> list[nn.Module]:
+    """A linear of each expert, whose memory is shared if one parameter holds all."""
+    held = getattr(experts, which, None)
+    if isinstance(held, nn.ModuleList):
+        return list(held)
+    if not isinstance(held, nn.Parameter) or held.dim() != 3 or experts.is_transposed or experts.has_bias:
+        raise NotNative(f"{name} has experts of another kind")
+    linears = []
+    for W in held.detach():
+        linear = nn.Linear(W.shape[1], W.shape[0], bias=False, device="meta", dtype=W.dtype)
+        linear.weight = nn.Parameter(W, requires_grad=False)
+        linears.append(linear)
+    return linears
+
+
+def _as_its_module_chooses(
+    mixture: MixtureOfExperts, experts: nn.Module, name: str, dtype: torch.dtype
+) -> MixtureOfExperts:
+    """The mixture with the rule by which its module chooses experts, found by what the module gives them."""
+    hidden, given = mixture.router.shape[1], []
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(PROBED, hidden, generator=generator).to(dtype)
+    hook = experts.register_forward_pre_hook(lambda module, args: given.append(args))
+    try:
+        wanted = mixture(x[None])[0]
+    finally:
+        hook.remove()
+    if len(given) != 1 or len(given[0]) != 3:
+        raise NotNative(f"{name} calls its experts in another way")
+    _, chosen, shares = given[0]
+    factors = {1.0, *(float(getattr(m, FACTOR, 1.0) or 1.0) for m in mixture.module.modules())}
+    for sigmoid, whole, rounded, factor in itertools.product((False, True), (True, False), (True, False), factors):
+        for bias in {id(b): b for b in (mixture.bias, None)}.values():
+            how = {"sigmoid": sigmoid, "whole": whole, "rounded": rounded, "factor": factor, "bias": bias}
+            found = replace(mixture, chosen=chosen.shape[1], **how)
+            if _alike(found.choose(x), (chosen, shares.float())) and _relative(_mixed(found, x), wanted) < ALIKE:
+                return found
+    raise NotNative(f"{name} chooses or adds up experts by another rule")
+
+
 def _linears_of_mlp(mlp: nn.Module) -> dict[str, Any]:
     if hasattr(mlp, "gate_up_proj"):
         gate, up = split(mlp.gate_up_proj, (mlp.gate_up_proj.out_features // 2,) * 2)
@@ -385,6 +510,32 @@ def _linears_of_mlp(mlp: nn.Module) -> dict[str, Any]:
         gate, up = mlp.gate_proj, mlp.up_proj
     function = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
     return {"gate": gate, "up": up, "down": mlp.down_proj, "activation": _activation(function)}
+
+
+def _alike(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
+    """Are the same experts chosen, with the same shares but for rounding?"""
+    (chosen, order), (also, other) = (choice[0].sort(-1) for choice in (found, wanted))
+    shares, its = found[1].gather(-1, order), wanted[1].gather(-1, other)
+    return torch.equal(chosen, also.to(chosen.dtype)) and bool(((shares - its).abs() <= ALIKE * its.abs()).all())
+
+
+def _mixed(mixture: MixtureOfExperts, x: Tensor) -> Tensor:
+    """The result for tokens x [tokens, hidden], part by part."""
+    function = mixture.module.experts.act_fn
+    y = torch.zeros(x.shape, dtype=torch.float32)
+    for token, (chosen, shares) in enumerate(zip(*mixture.choose(x), strict=True)):
+        for i, share in zip(chosen.tolist(), shares, strict=True):
+            inner = function(mixture.gates[i](x[[token]])) * mixture.ups[i](x[[token]])
+            y[token] += share * mixture.downs[i](inner)[0].float()
+    if mixture.shared is not None:
+        gate, up, down = mixture.shared
+        part = 1.0 if mixture.shared_gate is None else mixture.shared_gate(x).float().sigmoid()
+        y += part * down(function(gate(x)) * up(x)).float()
+    return y
+
+
+def _relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-20))
 
 
 def _kind(attention: nn.Module, several: bool) -> str | None:
@@ -401,7 +552,11 @@ def _children(module: nn.Module) -> set[str]:
 
 def _expect(module: nn.Module, children: set[str], name: str) -> None:
     if different := _children(module) ^ children:
-        raise NotNative(f"{name} differs from a Llama's in {', '.join(sorted(different))}")
+        raise _other(name, different)
+
+
+def _other(name: str, different: set[str]) -> NotNative:
+    return NotNative(f"{name} differs from a Llama's in {', '.join(sorted(different))}")
 
 
 def _norm(module: nn.Module, size: int | None = None) -> Norm:

@@ -126,7 +126,12 @@ class DecoderForward:
                 rooms[place].length.fill_(slot + tokens)
             else:
                 rooms.pass_over(block.index, stream.residual.new_zeros(len(ids), 1, tokens, 1, dtype=decoder.dtype))
-            if block.has_mlp:
+            if block.mixture is not None:
+                x = stream.normalised(block.before_mlp)
+                lap(REST)
+                stream.add(block.mixture(x).contiguous(), block.after_mlp)
+                lap("experts")
+            elif block.has_mlp:
                 x = stream.normalised(block.before_mlp)
                 lap(REST)
                 both = self._products((block.gate, block.up), x)

@@ -10,7 +10,18 @@ from kernels.hadamard import widest_block
 from kernels.hadamard.cpu import factors
 from kernels.registry import ran
 from kernels.step.cache_view import CacheView
-from kernels.step.program import ACTIVATIONS, Attention, CacheAttention, InputChange, Norm, Products, Program, Weight
+from kernels.step.program import (
+    ACTIVATIONS,
+    Attention,
+    CacheAttention,
+    Experts,
+    InputChange,
+    Mixture,
+    Norm,
+    Products,
+    Program,
+    Weight,
+)
 
 RESIDUAL, ATTENDED = -1, -2  # numbers of a product's input in native/step_types.inc
 MOST_TOKENS = 8  # of different sequences
@@ -55,11 +66,12 @@ class DecodeStep:
             self._native.rotates(self._change(program.stream))
         if program.embedding is not None:
             self._native.embed(self._weight(program.embedding), program.embedding_scale)
+        add = {
+            Products: self._products, Experts: self._experts, Mixture: self._mixture, Attention: self._attention,
+            CacheAttention: self._handed,
+        }  # fmt: skip
         for one in program.instructions:
-            if isinstance(one, CacheAttention):
-                self._handed(one)
-            else:
-                self._attention(one) if isinstance(one, Attention) else self._products(one)
+            add[type(one)](one)
 
     def __call__(self, ids: Tensor, position: int, hidden: Tensor | None = None) -> Tensor:
         """The next token of every sequence, or of one sequence behind each of several tokens.
@@ -157,13 +169,28 @@ class DecodeStep:
         reads = {"residual": RESIDUAL, "attention": ATTENDED}
         self._native.products(
             reads[p.reads] if p.reads in reads else self._buffers[p.reads],
-            self._buffers.setdefault(p.writes, len(self._buffers)),
+            self._buffer(p.writes),
             [self._weight(w) for w in p.weights],
             ACTIVATIONS.index(p.activation),
             -1 if p.added is None else self._buffers[p.added],
             *_norm(p.after),
             *_norm(p.before),
         )
+
+    def _buffer(self, name: str) -> int:
+        """The number of the buffer of this name."""
+        return self._buffers.setdefault(name, len(self._buffers))
+
+    def _experts(self, e: Experts) -> None:
+        sizes = [self._buffers[e.reads], self._buffer(e.writes), e.chosen, e.sigmoid, e.rounded, e.whole]
+        sizes.append(ACTIVATIONS.index(e.activation))
+        gates, others = ([self._weight(w) for w in weights] for weights in (e.gates, e.others))
+        self._native.experts(sizes, gates, others, e.factor, e.bias)
+
+    def _mixture(self, m: Mixture) -> None:
+        more = (-1 if name is None else self._buffers[name] for name in (m.added, m.gate))
+        sizes = [self._buffers[m.reads], self._buffer(m.writes), m.chosen, *more]
+        self._native.mixture(sizes, [self._weight(w) for w in m.weights])
 
     def _handed(self, a: CacheAttention) -> None:
         (query, eps), (key, _) = _norm(a.query_norm), _norm(a.key_norm)

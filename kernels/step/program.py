@@ -171,6 +171,50 @@ class Products:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The choice of some experts of a mixture for each token, and the gated products of the token with these: `chosen`
+    results [tokens, chosen, out], activation(first product) * second product.
+
+    It follows the product of the router with the same input.
+
+    reads: the name of the router's logits [tokens, experts]. gates, others: a weight of each expert.
+    sigmoid: an expert's share is the sigmoid of its logit; or the softmax. rounded: logits are rounded to 16 bits.
+    bias: float32 [experts], added to the shares for the choice alone, or None. whole: the shares of the chosen experts
+        are divided by their sum. factor: of the shares.
+    """
+
+    reads: str
+    writes: str
+    gates: tuple[Weight, ...]
+    others: tuple[Weight, ...]
+    activation: Literal["silu", "gelu_tanh", "relu"]
+    chosen: int
+    sigmoid: bool = False
+    rounded: bool = True
+    whole: bool = True
+    factor: float = 1.0
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The products of the results that the last `Experts` wrote with the second weights of the same experts, added up
+    with the experts' shares: [tokens, hidden].
+
+    reads: the name of the results. weights: one of each expert. added: a result that is added to the sum, or None;
+    gate: the name of logits with one more product of one output behind them, whose sigmoid is the share of `added`;
+    None: 1.
+    """
+
+    reads: str
+    writes: str
+    weights: tuple[Weight, ...]
+    chosen: int
+    added: str | None = None
+    gate: str | None = None
+
+
+@dataclass(frozen=True)
 class Attention:
     """Attention of one token per sequence, or of several tokens of one sequence, which see those before them; new keys
     and values are written into the cache first.
@@ -235,7 +279,7 @@ class Program:
     hidden: int
     tokens: int
     embedding: Weight | None
-    instructions: tuple[Products | Attention | CacheAttention, ...]
+    instructions: tuple[Products | Experts | Mixture | Attention | CacheAttention, ...]
     embedding_scale: float = 1.0
     stream: InputChange | None = None
 

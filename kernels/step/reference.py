@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
-from kernels.step.program import Attention, InputChange, Norm, Products, Program, Weight
+from kernels.step.program import Attention, Experts, InputChange, Mixture, Norm, Products, Program, Weight
 from kernels.w8a8_matmul import W8
 
 ACTIVATION = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"), "relu": relu}
@@ -31,10 +31,21 @@ def decode_step(
         rows = rounded(program.embedding.dequantize()[ids.flatten()])
         hidden = rounded(rows * program.embedding_scale)
     stream = program.stream or InputChange()
-    residual, results, attended = stream.turn(hidden), {}, None
+    residual, results, attended, x, shares = stream.turn(hidden), {}, None, None, ()
     for one in program.instructions:
         if isinstance(one, Attention):
             attended = _attend(one, results[one.reads], position, rounded)
+            continue
+        if isinstance(one, Experts):  # x is the router's input
+            shares = _shares(one, results[one.reads][0], rounded)
+            results[one.writes] = [_of_experts(one, rounded(x[[t]]), chosen) for t, (chosen, _) in enumerate(shares)]
+            continue
+        if isinstance(one, Mixture):
+            total = torch.stack(
+                [_mixed(one, rounded(y), *its) for y, its in zip(results[one.reads], shares, strict=True)]
+            )
+            part = 1.0 if one.gate is None else results[one.gate][1].sigmoid()
+            results[one.writes] = [total if one.added is None else total + part * results[one.added][0]]
             continue
         if one.added is not None:
             residual = residual + _normed(results[one.added][0], one.after)
@@ -52,6 +63,28 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
 def _products(p: Products, x: Tensor) -> list[Tensor]:
     y = [_met(w, x) @ w.dequantize().t() + (0 if w.bias is None else w.bias) for w in p.weights]
     return [ACTIVATION[p.activation](y[0]) * y[1]] if p.activation else y
+
+
+def _shares(e: Experts, logits: Tensor, rounded) -> list[tuple[list[int], Tensor]]:
+    """For each token, the chosen experts and their shares."""
+    logits = rounded(logits) if e.rounded else logits
+    shares = logits.sigmoid() if e.sigmoid else logits.softmax(-1)
+    chosen = (shares if e.bias is None else shares + e.bias).topk(e.chosen, dim=-1).indices
+    of_chosen = e.factor * shares.gather(-1, chosen)
+    of_chosen = of_chosen / shares.gather(-1, chosen).sum(-1, keepdim=True) if e.whole else of_chosen
+    return list(zip(chosen.tolist(), of_chosen, strict=True))
+
+
+def _of_experts(e: Experts, x: Tensor, chosen: list[int]) -> Tensor:
+    """[chosen, out] of a token x [1, in]."""
+    both = (Products("", "", (e.gates[i], e.others[i]), e.activation) for i in chosen)
+    return torch.cat([_products(p, x)[0] for p in both])
+
+
+def _mixed(m: Mixture, x: Tensor, chosen: list[int], shares: Tensor) -> Tensor:
+    """[out] of a token with x [chosen, in]."""
+    each = [_products(Products("", "", (m.weights[i],)), x[[j]])[0] for j, i in enumerate(chosen)]
+    return (shares[:, None] * torch.cat(each)).sum(0)
 
 
 def _met(w: Weight, x: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ other sequences. `--openvino` are folders that `dense_peers.py openvino --keep` 
 One round times every model of ours, every file and every folder once: a prompt, and tokens decoded after it; tables
 show medians over the rounds and their span. `--accuracy` scores all of them by the same code on windows of wikitext-2.
 `--grid` repeats the decoding with other numbers of threads and sequences and behind longer prompts. `--model random-1b`
-is of Llama-3.2-1B's shape with random weights; with `--files F16 Q4_0` it writes and quantises such files first. What
-is in `--out` already is not measured again.
+is of Llama-3.2-1B's shape with random weights, `random-moe` is four layers of Qwen3-30B-A3B's; with `--files F16 Q4_0`
+it writes and quantises such files first. What is in `--out` already is not measured again.
 """
 
 import argparse
@@ -34,7 +34,7 @@ import torch
 from interop_environments import environment_variables, ready
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3MoeConfig
 
 from compress import apply, held_out, load_compressed, load_model, save_compressed
 from compress.inputs.calibration import beginning
@@ -48,7 +48,17 @@ from eval.text.divergence import compare_on_text
 from kernels.support.deploy import cast, deployed
 
 BASELINE = "ours, 16 bits"
-RANDOM = "random-1b"
+RANDOM = {  # shapes of models with random weights
+    "random-1b": LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=64, rope_theta=500000.0, max_position_embeddings=8192, tie_word_embeddings=True,
+    ),
+    "random-moe": Qwen3MoeConfig(
+        hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+        num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=4, head_dim=128, max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -164,21 +174,18 @@ def folder_speed(environments: Path, folder: Path, point: SpeedPoint, new_tokens
     return found["prefill"], found["decode"]
 
 
-def random_model() -> tuple[nn.Module, AutoTokenizer]:
-    """A decoder of Llama-3.2-1B's shape with random weights, and a tokenizer for files of it."""
+def random_model(name: str) -> tuple[nn.Module, AutoTokenizer]:
+    """A decoder of a shape of RANDOM with random weights, and a tokenizer for files of it."""
     tokenizer = AutoTokenizer.from_pretrained(located("smollm2-135m"))
-    config = LlamaConfig(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-        head_dim=64, vocab_size=len(tokenizer), rope_theta=500000.0, max_position_embeddings=8192,
-        tie_word_embeddings=True, dtype="bfloat16",
-    )  # fmt: skip
+    config = copy.deepcopy(RANDOM[name])
+    config.vocab_size, config.dtype = len(tokenizer), torch.bfloat16
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).bfloat16().eval(), tokenizer
 
 
 def random_files(given: argparse.Namespace, model: nn.Module, tokenizer: AutoTokenizer) -> dict[str, Path]:
     """GGUF files of the random model in the types that `--files` names."""
-    folder = given.work / RANDOM
+    folder = given.work / given.model
     made = {kind: folder / f"{kind}.gguf" for kind in map(str, given.files)}
     if all(file.is_file() for file in made.values()):
         return made
@@ -211,14 +218,14 @@ class Comparison:
         self.rows: dict[str, SpeedRow] = {}
         if given.out and given.out.is_file():
             self.rows = {name: SpeedRow(**row) for name, row in json.loads(given.out.read_text())["rows"].items()}
-        self.model, self.tokenizer = random_model() if given.model == RANDOM else load_model(given.model)
+        self.model, self.tokenizer = random_model(given.model) if given.model in RANDOM else load_model(given.model)
         # Every loss is measured against this; `self.model` is a contestant, which is cast in place.
         self.reference = deployed(self.model, torch.float32).eval() if given.accuracy else self.model
         self.models = {BASELINE: self.model}
         for name, what in tqdm(given.ours, desc="models", unit="model"):
             self.models[f"ours, {name}"] = self.ours(what)
         named = {path.stem: path for path in map(Path, given.files)}
-        files = random_files(given, self.model, self.tokenizer) if given.model == RANDOM else named
+        files = random_files(given, self.model, self.tokenizer) if given.model in RANDOM else named
         self.files = {f"llama.cpp {stem.partition('-')[0]}": path for stem, path in files.items()}
         self.repacked = {f"ik_{name}": path for name, path in self.files.items()} if given.ik else {}
         for name, model in self.models.items():
@@ -234,7 +241,7 @@ class Comparison:
         """A model by its recipe or its folder."""
         if Path(what).is_dir():
             return load_compressed(what, dtype=torch.bfloat16)
-        model = random_model()[0] if self.given.model == RANDOM else load_model(self.given.model)[0]
+        model = random_model(self.given.model)[0] if self.given.model in RANDOM else load_model(self.given.model)[0]
         return apply(parse_recipe(what), model).model
 
     def score(self, windows: int) -> None:
@@ -396,10 +403,10 @@ def page(rows: dict[str, SpeedRow], given: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help=f"or {RANDOM}")
+    parser.add_argument("--model", default="smollm2-135m", help=f"or one of {', '.join(RANDOM)}")
     ours = "name: recipe without calibration, or name: folder of a saved model"
     parser.add_argument("--ours", nargs="*", type=named_model, default=[], help=ours)
-    parser.add_argument("--files", nargs="*", default=[], help=f"GGUF files of llama.cpp; with {RANDOM}, their types")
+    parser.add_argument("--files", nargs="*", default=[], help="GGUF files of llama.cpp; of a random model, types")
     parser.add_argument("--ik", action="store_true", help="time the files by ik_llama.cpp as well")
     parser.add_argument("--openvino", type=Path, nargs="*", default=[], help="folders of `dense_peers.py --keep`")
     parser.add_argument("--prompt-tokens", type=int, default=512)

@@ -12,6 +12,7 @@ import torch
 from compress import METHODS, apply
 from compress.linear import compressed_linears
 from compress.recipe import parse_recipe
+from compress.recover import learned
 from compress.walk import capture
 from compress.walk.offload import named_tensors, put_on_disk
 from compress.walk.parallel.places import Place, places, rank_of
@@ -34,6 +35,7 @@ CASES = [
     ("mixtral", "awq(bits=3, group_size=16)", {"calibrate": "once"}),
     ("llama", "gptaq(bits=3, group_size=16), tune(steps=3)", {}),
     ("llama", "rtn(bits=3, group_size=16), distil(steps=3, minutes=5)", {}),
+    ("llama", "wanda(ratio=0.5), distil(train=weights, steps=2, batch=3, minutes=5)", {}),
 ]
 LIMIT = 240  # seconds after which a process says where it waits, and ends
 SETUP = f"""
@@ -44,8 +46,10 @@ sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 from conftest import tiny_model
 from compress import METHODS, apply
 from compress.recipe import parse_recipe
+from compress.recover import learned
 from compress.walk import capture, parallel
 capture.MICRO_BATCH_TOKENS = 64
+learned.product_dtype = learned.training_dtype
 """
 # every case in one process group, the first with weights on disk, then the ways in which it can fail
 SCRIPT = (
@@ -102,11 +106,21 @@ def one_thread():
 def batches(tokens, monkeypatch):
     """Windows of two lengths, in nine micro-batches."""
     monkeypatch.setattr(capture, "MICRO_BATCH_TOKENS", 64)
+    monkeypatch.setattr(learned, "product_dtype", learned.training_dtype)
     return [*tokens(13, 24), *tokens(2, 40, seed=2)]
 
 
 def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+
+
+def _close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        (tensor - b[name]).norm() <= 1e-4 * tensor.norm()
+        if tensor.is_floating_point()
+        else torch.equal(tensor, b[name])
+        for name, tensor in a.items()
+    )
 
 
 def _run_forked(start: list[str], folder: Path) -> None:
@@ -127,7 +141,8 @@ def _run_forked(start: list[str], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "cases", [pytest.param([CASES[0], CASES[3]], id="few"), pytest.param(CASES, marks=pytest.mark.slow, id="all")]
+    "cases",
+    [pytest.param([CASES[0], CASES[3], CASES[-1]], id="few"), pytest.param(CASES, marks=pytest.mark.slow, id="all")],
 )
 def test_two_processes_give_the_codes_of_one_and_end_together(cases, batches, tiny, one_thread, tmp_path, request):
     """All cases in processes of torchrun; few in processes that are forked, and joined as torchrun's are."""
@@ -144,8 +159,11 @@ def test_two_processes_give_the_codes_of_one_and_end_together(cases, batches, ti
     (first, first_errors), (second, second_errors) = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in range(2))
     for (architecture, text, options), there, also in zip(cases, first, second, strict=True):
         result = apply(parse_recipe(text), tiny(architecture), batches, **options)
-        assert _same(dict(named_tensors(result.model)), there[0]) and _same(there[0], also[0]), text
-        assert {record.name: record.error for record in result.layers} == there[1] == also[1], text
+        alike = _close if "distil" in text else _same  # gradients of one pass are rounded otherwise than those of two
+        assert alike(dict(named_tensors(result.model)), there[0]) and _same(there[0], also[0]), text
+        errors = {record.name: record.error for record in result.layers}
+        assert errors == (pytest.approx(there[1], rel=1e-3) if "distil" in text else there[1]), text
+        assert there[1] == also[1], text
     said = [
         "ValueError: `bits` of the second process will not do",
         "ValueError: `batches` of process",

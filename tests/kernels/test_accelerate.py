@@ -96,6 +96,7 @@ FACTORS = {
     ("llama", {}), ("qwen2", {"num_key_value_heads": 1}), ("qwen3", {}), ("mistral", {"sliding_window": 8}),
     ("gemma3_text", {}), ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     ("granite", FACTORS), ("smollm3", {"no_rope_layers": [1, 0]}), ("phi3", {"partial_rotary_factor": 0.5}),
+    ("qwen3_moe", {}), ("qwen2_moe", {}), ("mixtral", {}), ("glm4_moe", {}), ("granitemoe", FACTORS),
 ])  # fmt: skip
 def test_logits_are_those_of_the_model(tiny, architecture, more, batch, padded):
     model = tiny(architecture, **more).bfloat16()
@@ -112,7 +113,9 @@ def test_logits_are_those_of_the_model(tiny, architecture, more, batch, padded):
     accelerated.remove()
     expected = logits(model, ids, mask)
     assert torch.allclose(first, expected[:, :1])
-    assert float((found - expected).norm() / expected.norm()) < 0.05
+    each = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert each.median() < 0.05
+    assert "moe" in architecture or "mixtral" in architecture or each.max() < 0.06  # or rounding chose another expert
 
 
 @torch.no_grad()
@@ -148,20 +151,21 @@ def test_other_factors_are_refused(tiny, wrong, message):
 
 @pytest.mark.in_turns
 @torch.no_grad()
-@pytest.mark.parametrize("architecture", ["llama", "phi3"])
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "qwen2_moe"])
 @pytest.mark.parametrize("recipe", [
     "rtn(bits=4, group_size=32, grid=iq4_nl)", "rtn(bits=3, group_size=32)", "int8", "magnitude(ratio=0.5)",
     "rtn(bits=4, group_size=32), activations(bits=8)", "rotate, rtn(bits=4, group_size=32)", "qtip(bits=3, states=12)",
 ])  # fmt: skip
 def test_compressed_models_are_accelerated(tiny, tokens, architecture, recipe):
-    """Also if one linear gives queries, keys and values, and if the residual stream is rotated between the blocks."""
+    """Also if one linear gives queries, keys and values, if the residual stream is rotated between the blocks, and if
+    there are experts."""
     if recipe == "int8" and not native.w4a8_runs():
         pytest.skip("no AVX512-VNNI")
     model = apply(parse_recipe(recipe), tiny(architecture, num_hidden_layers=3), tokens()).model.bfloat16()
     ids = (torch.arange(80) * 7919 % 96).view(2, 40)
     expected = logits(model, ids)
     accelerate(model)
-    in_one_call = not (architecture == "phi3" and "qtip" in recipe)  # walks of several outputs do not lie apart
+    in_one_call = not (architecture != "llama" and "qtip" in recipe)  # walks of several outputs do not lie apart
     assert ("steps in one call of C++" in repr(model.acceleration)) == in_one_call
     found = logits(model, ids)
     assert 0 < float((found - expected).norm() / expected.norm()) < 0.05

@@ -17,7 +17,7 @@ from kernels.sparse_matmul import skips_zeros
 from kernels.sparse_matmul.cases import sparse_rows
 from kernels.step import Attention, DecodeStep, InputChange, Norm, Products, Program, Weight
 from kernels.step.cache_view import CacheView
-from kernels.step.program import CacheAttention
+from kernels.step.program import CacheAttention, Experts, Mixture
 from kernels.step.reference import decode_step
 from kernels.trellis_matmul import UNIT, Trellis, length_for
 from kernels.w8a8_matmul import W8
@@ -92,13 +92,41 @@ def decoder(kinds: dict[str, str], dtype: torch.dtype, tokens: int = 1, **settin
                       angles.cos(), angles.sin(), channels**-0.5, settings.get("softcap", 0.0), settings.get("window", 0),
                       *(norm(channels) if settings.get("head_norms") else None for _ in range(2))),
             Products("attention", "o", (made("o", hidden, heads * channels),)),
+        ]  # fmt: skip
+        if "experts" in settings:
+            instructions += mixture(made, norm(hidden), hidden, mlp, **settings["experts"])
+            continue
+        instructions += [
             Products("residual", "mlp", (made("mlp", mlp, hidden), made("mlp", mlp, hidden)), settings.get("activation", "silu"),
                      before=norm(hidden), added="o", after=norm(hidden) if settings.get("after") else None),
             Products("mlp", "down", (made("down", hidden, mlp),)),
         ]  # fmt: skip
     head = made("head", words, hidden)
     instructions.append(Products("residual", "logits", (head,), before=norm(hidden), added="down"))
+    if "experts" in settings:  # what is added behind a mixture has no norm
+        instructions = [
+            dataclasses.replace(one, after=None) if one.__class__ is Products else one for one in instructions
+        ]
     return Program(hidden, tokens, dataclasses.replace(head, bias=None), tuple(instructions), 1.5)
+
+
+def mixture(made, before: Norm, hidden: int, mlp: int, count: int, chosen: int, shared: str = "", **how) -> list:
+    """The instructions of a mixture whose experts have half of the MLP's width; shared: "", "added" or "gated"."""
+    half, router = mlp // 2, [made("router", count, hidden)]
+    if shared == "gated":
+        router.append(made("router", 1, hidden))
+    several = lambda name, *shape: tuple(made(name, *shape) for _ in range(count))  # noqa: E731
+    first = several("gate", half, hidden), several("mlp", half, hidden)
+    found = [
+        Products("residual", "router", tuple(router), before=before, added="o"),
+        Experts("router", "chosen", *first, "silu", chosen, **how),
+    ]
+    if shared:
+        both = made("shared", mlp, hidden), made("shared", mlp, hidden)
+        found.append(Products("residual", "shared", both, "gelu_tanh", before=before))
+        found.append(Products("shared", "shared down", (made("down", hidden, mlp),)))
+    added, gate = "shared down" if shared else None, "router" if shared == "gated" else None
+    return [*found, Mixture("chosen", "down", several("down", hidden, half), chosen, added, gate)]
 
 
 def compare(program: Program, dtype: torch.dtype, position: int, isa: str = "auto", steps: int = 2) -> None:
@@ -126,6 +154,38 @@ def test_every_instruction_set(isa, dtype):
     compare(decoder(mixed, dtype, bias=True, position=3), dtype, 3, isa)
     planes = {"qkv": "planes2", "mlp": "planes3", "down": "planes5", "head": "planes6"}
     compare(decoder(planes, dtype, bias=True, position=3), dtype, 3, isa)
+
+
+CHOICES = {
+    "softmax": {"count": 6, "chosen": 2},
+    "sigmoid": {"count": 5, "chosen": 3, "sigmoid": True, "factor": 2.5, "shared": "added", "rounded": False,
+                "bias": torch.tensor([0.1, -0.2, 0.3, 0.0, 0.2])},
+    "gated": {"count": 4, "chosen": 4, "whole": False, "shared": "gated"},
+    "one": {"count": 17, "chosen": 1, "shared": "gated"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("experts", CHOICES)
+@pytest.mark.parametrize("isa", native.ISAS)
+def test_mixtures(isa, experts):
+    """Of experts in every layout, for several sequences, and for several tokens of one."""
+    if not native.runs(isa):
+        pytest.skip(f"no {isa} here")
+    dtype = torch.bfloat16 if isa.endswith("bf16") or experts == "one" else torch.float16
+    kinds = {
+        "softmax": {"gate": "nibbles", "mlp": "planes3", "down": "bytes"},
+        "sigmoid": {"gate": "rows", "mlp": "rows", "down": "nf4"},
+        "gated": {"gate": "walks2", "mlp": "nibbles turned", "down": "walks4"},
+        "one": {"gate": "nibbles both", "mlp": "planes5", "down": "nibbles gathered"},
+    }[experts]
+    if experts == "softmax" and integer_dots(torch.empty(0, dtype=torch.int8)):
+        kinds |= {"down": "int8", "gate": "int8", "mlp": "int8"}
+    if experts == "sigmoid" and skips_zeros(dtype, torch.device("cpu"), 32) and isa.startswith("avx512"):
+        kinds |= {"gate": "kept", "mlp": "kept"}
+    how = {"experts": CHOICES[experts], "position": 3, "bias": experts != "gated", "sizes": (64, 96, 101)}
+    compare(decoder(kinds, dtype, **how), dtype, 3, isa)
+    compare(decoder(kinds, dtype, 3, **how), dtype, 3, isa)
+    in_one_step_and_alone(decoder(kinds, dtype, 16, **{**how, "position": 253}, sequences=1), 253, 7, dtype, isa)
 
 
 @pytest.mark.skipif(not skips_zeros(torch.bfloat16, torch.device("cpu"), 32), reason="no AVX512-VBMI2")

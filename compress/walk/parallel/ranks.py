@@ -102,6 +102,18 @@ class Ranks:
         self.check()
         return [self._broadcast(value, rank) for rank in range(self.count)]
 
+    def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace each tensor by its sum over all processes, with the same bits in all of them."""
+        self.check()
+        if self.count == 1:
+            return
+        for some in _messages(tensors):
+            flat = torch.cat([tensor.flatten() for tensor in some]).cpu()
+            with self._talking():
+                dist.all_reduce(flat, group=self.group)
+            for tensor, part in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
     def _broadcast(self, value: T, source: int) -> T:
         if self.count == 1:
             return value
@@ -186,6 +198,18 @@ def joined(device: torch.device, *, alone: bool = False) -> Iterator[Ranks]:
         _current = before
         if ranks.group is not None and not ranks.over:
             dist.destroy_process_group(ranks.group)
+
+
+def _messages(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one dtype, up to AT_ONCE bytes of them together."""
+    some: list[torch.Tensor] = []
+    for tensor in tensors:
+        if some and (tensor.dtype != some[0].dtype or sum(t.nbytes for t in some) + tensor.nbytes > AT_ONCE):
+            yield some
+            some = []
+        some.append(tensor)
+    if some:
+        yield some
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -27,6 +27,8 @@ def check_fused(model: nn.Module, decoder: Decoder, joined: dict[int, Joined | N
     """
     if partial := next((block for block in decoder.blocks if not (block.attends and block.has_mlp)), None):
         raise NotNative(f"{partial.name} has lost its attention or its MLP")
+    if mixture := next((block for block in decoder.blocks if block.mixture is not None), None):
+        raise NotNative(f"{mixture.name} is a mixture of experts")
     body = FusedBody(decoder, TOKENS, TOKENS, joined)
     check_likeness(model, decoder, _prepared)
     own = torch.arange(TOKENS, device=body.device)
