@@ -12,8 +12,8 @@ other sequences. `--openvino` are folders that `dense_peers.py openvino --keep` 
 One round times every model of ours, every file and every folder once: a prompt, and tokens decoded after it; tables
 show medians over the rounds and their span. `--accuracy` scores all of them by the same code on windows of wikitext-2.
 `--grid` repeats the decoding with other numbers of threads and sequences and behind longer prompts. `--model random-1b`
-is of Llama-3.2-1B's shape with random weights, `random-moe` is four layers of Qwen3-30B-A3B's; with `--files F16 Q4_0`
-it writes and quantises such files first. What is in `--out` already is not measured again.
+is of Llama-3.2-1B's shape with random weights, `random-moe` four layers of Qwen3-30B-A3B with half of its experts; with
+`--files F16 Q4_0` it writes and quantises such files first. What is in `--out` already is not measured again.
 """
 
 import argparse
@@ -54,7 +54,7 @@ RANDOM = {  # shapes of models with random weights
         head_dim=64, rope_theta=500000.0, max_position_embeddings=8192, tie_word_embeddings=True,
     ),
     "random-moe": Qwen3MoeConfig(
-        hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+        hidden_size=2048, moe_intermediate_size=768, num_experts=64, num_experts_per_tok=8, norm_topk_prob=True,
         num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=4, head_dim=128, max_position_embeddings=8192,
         tie_word_embeddings=True,
     ),
