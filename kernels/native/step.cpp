@@ -154,7 +154,7 @@ void DecodeStep::products(int64_t from, int64_t to, const std::vector<int64_t>& 
   TORCH_CHECK(activation == NONE || (p.weights.size() == 2 && p.weights[0]->stored.out == p.weights[1]->stored.out &&
                                      p.weights[0]->unit % p.weights[1]->unit == 0),
               "an activation needs a gate and another product of its size");
-  TORCH_CHECK(from != RESIDUAL || (p.in == hidden_ && p.before.weight.defined()), "the residual stream is read through a norm");
+  TORCH_CHECK(from != RESIDUAL || (p.in == hidden_ && (!before || before->numel() == hidden_)), "the residual stream does not fit");
   sizes_.resize(std::max<size_t>(sizes_.size(), to + 1));
   sizes_[to] = std::max(sizes_[to], size);
   widest_ = std::max({widest_, p.in, hidden_});
@@ -207,6 +207,12 @@ void DecodeStep::mixture(std::vector<int64_t> sizes, const std::vector<int64_t>&
   own_.clear();
 }
 
+// A norm of each head, or of all of them together.
+void check_norm(const Norm& norm, int64_t heads, int64_t channels) {
+  const int64_t count = norm.weight.defined() ? norm.weight.numel() : channels;
+  TORCH_CHECK(count == channels || count == heads * channels, "a norm of ", count, " channels for ", heads, " heads of ", channels);
+}
+
 void DecodeStep::attend(std::vector<int64_t> sizes, double scale, double softcap, const at::Tensor& keys, const at::Tensor& values,
                         const at::Tensor& length, const at::Tensor& cos, const at::Tensor& sin, const Maybe& query,
                         const Maybe& key, double eps) {
@@ -221,6 +227,7 @@ void DecodeStep::attend(std::vector<int64_t> sizes, double scale, double softcap
   TORCH_CHECK(a.heads % a.kv_heads == 0 && length.scalar_type() == at::kLong && length.numel() == 1 && a.turned % 2 == 0 &&
                   a.turned <= a.channels && cos.is_contiguous() && sin.is_contiguous() && cos.scalar_type() == at::kFloat &&
                   sin.scalar_type() == at::kFloat && cos.sizes() == sin.sizes(), "attention: its tensors do not fit");
+  check_norm(a.query, a.heads, a.channels), check_norm(a.key, a.kv_heads, a.channels);
   rows_ = std::max(rows_, a.heads / a.kv_heads);
   stride_ = std::max(stride_, attention_stride(a.channels));
   heads_ = std::max(heads_, a.kv_heads);
@@ -286,6 +293,7 @@ void DecodeStep::hand_over(std::vector<int64_t> sizes, int64_t rotation, double 
   TORCH_CHECK(a.kv_heads > 0 && a.heads % a.kv_heads == 0 && count == most_ * (a.heads + 2 * a.kv_heads) * a.channels &&
                   changes_.at(rotation).signs.numel() == a.channels,
               "attention: ", a.heads, " and ", a.kv_heads, " heads of ", a.channels, " channels do not fit");
+  check_norm(a.query, a.heads, a.channels), check_norm(a.key, a.kv_heads, a.channels);
   widest_ = std::max(widest_, a.heads * a.channels);
   stages_.push_back(Handed{a.from, count, std::move(a), int(rotation)});
   own_.clear();
@@ -446,7 +454,7 @@ at::Tensor DecodeStep::attend_layer(const std::vector<at::Tensor>& tensors, cons
       for (int64_t m = 0; m < tokens_; m++)
         for (int64_t h = 0; h < heads; h++) {
           const float* x = (side ? values : keys) + (m * a.kv_heads + first + h) * D;
-          if (!side) head(own, a.key, a, x, at[m]), x = own.x.data;
+          if (!side) head(own, a.key, a, x, at[m], first + h), x = own.x.data;
           if (!side && bounds)
             put(x, false, static_cast<char*>(sparse.keys.mutable_data_ptr()) + size * (m * a.kv_heads + first + h) * D);
           put(x, side ? turned_values : turned_keys,
@@ -460,7 +468,7 @@ at::Tensor DecodeStep::attend_layer(const std::vector<at::Tensor>& tensors, cons
   const at::Tensor q = at::empty({tokens_, a.heads, 1, D}, type);
   sparse.queries = bounds && turned_keys ? at::empty_like(q) : q;
   for (int64_t i = 0; i < tokens_ * a.heads; i++) {
-    head(own, a.query, a, queries + i * D, at[i / a.heads]);
+    head(own, a.query, a, queries + i * D, at[i / a.heads], i % a.heads);
     if (bounds || !turned_keys) put(own.x.data, false, static_cast<char*>(sparse.queries.mutable_data_ptr()) + size * i * D);
     if (turned_keys) put(own.x.data, true, static_cast<char*>(q.mutable_data_ptr()) + size * i * D);
   }

@@ -54,12 +54,20 @@ def turn_and_store(
     Args:
         q, k, v: [batch, tokens, heads * channels] in 16 bits.
         tables: cos and sin, float32 [positions, rotated channels]. positions: int64 [batch, tokens].
-        norms: for the heads of q and of k, before the rotation.
+        norms: for the heads of q and of k, before the rotation: of each head, or of all together, which then change
+            q and k in place.
         keys, values: the cache [batch, kv heads, places, channels]; slot: the place of the first token.
 
     Raises:
         RuntimeError: tensors that do not match, or a cache without room.
     """
+    channels = keys.shape[-1]
+    if any(norm is not None and norm.weight.numel() > channels for norm in norms):
+        for x, norm in zip((q, k), norms, strict=True):
+            if norm is not None:
+                wide = (x if norm.weight.numel() > channels else x.unflatten(-1, (-1, channels))).float()
+                x.copy_((wide * (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight).view_as(x))
+        norms = None, None
     query, key = norms
     eps = next((norm.eps for norm in norms if norm is not None), 0.0)
     weights = (None if norm is None else norm.weight for norm in (query, key))

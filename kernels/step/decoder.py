@@ -21,6 +21,7 @@ from kernels import native
 from kernels.step.program import Norm
 
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+NORMS_BEHIND = BLOCK - {"input_layernorm"} | {"post_feedforward_layernorm"}  # as in OLMo 2
 FOUR_NORMS = BLOCK | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
@@ -45,6 +46,7 @@ ACCELERATION = "acceleration"  # attribute that `kernels.step.accelerate` sets o
 ATTACHED = "attention_name"
 # Attribute, True, of a module in the place of a block's attention or MLP that was dropped: its output is zeros.
 ADDS_NOTHING = "adds_nothing"
+KINDS = ("layer_type", "attention_type")  # attributes of a layer that name the kind of its rotary tables
 UNTURNED = "without rotation"  # kind of the rotary tables of a layer that rotates nothing
 
 
@@ -124,19 +126,20 @@ class MixtureOfExperts:
 class DecoderBlock:
     """A block: norms, attention and a gated MLP, whose linears are the model's modules.
 
-    index: of its layer in the cache. after_attention, after_mlp: norms of the results that are added to the residual
-    stream, or None. attention: the module that holds q, k, v and o. activation: the gate's, a name of
-    `program.ACTIVATIONS`. kind: of its rotary tables, or None for the only one. scale: of scores. softcap: softcap *
-    tanh(score / softcap), or 0. window: number of positions that a token sees, itself included, or 0 for all. attends,
-    has_mlp: False if the part was dropped. Its linears are None then, and a layer of the cache without attention keeps
+    index: of its layer in the cache. before_attention, before_mlp: norms of the residual stream, or None.
+    after_attention, after_mlp: norms of the results that are added to it, or None. attention: the module that holds q,
+    k, v and o. activation: the gate's, a name of `program.ACTIVATIONS`. kind: of its rotary tables, or None for the
+    only one. scale: of scores. softcap: softcap * tanh(score / softcap), or 0. window: number of positions that a token
+    sees, itself included, or 0 for all. query_norm, key_norm: of each head, or of all heads together. attends, has_mlp:
+    False if the part was dropped. Its linears are None then, and a layer of the cache without attention keeps
     one number for each position, which nothing reads. mixture: in the place of gate, up and down.
     """
 
     name: str
     index: int
-    before_attention: Norm
+    before_attention: Norm | None
     after_attention: Norm | None
-    before_mlp: Norm
+    before_mlp: Norm | None
     after_mlp: Norm | None
     attention: nn.Module
     q: nn.Module | None
@@ -373,8 +376,8 @@ def _of_smaller_stream(block: DecoderBlock, factor: float) -> DecoderBlock:
 def _block(block: nn.Module, name: str, several: bool, model: nn.Module) -> DecoderBlock:
     """several: does each kind of layer have its own rotary tables?"""
     children = {"mlp" if n == GRANITES_MLP else n for n in _children(block)}
-    four = children == FOUR_NORMS
-    if not four and (different := children ^ BLOCK):
+    four, behind = children == FOUR_NORMS, children == NORMS_BEHIND
+    if not (four or behind) and (different := children ^ BLOCK):
         raise _other(name, different)
     attention, mlp = block.self_attn, block.mlp if hasattr(block, "mlp") else getattr(block, GRANITES_MLP)
     attends, has_mlp = (getattr(part, ADDS_NOTHING, False) is not True for part in (attention, mlp))
@@ -385,10 +388,12 @@ def _block(block: nn.Module, name: str, several: bool, model: nn.Module) -> Deco
         linears = {"gate": None, "up": None, "down": None, "activation": _activation(mlp.experts.act_fn)}
     else:
         linears = _linears_of_mlp(mlp) if has_mlp else {"gate": None, "up": None, "down": None, "activation": ""}
+    before_mlp = block.pre_feedforward_layernorm if four else None if behind else block.post_attention_layernorm
     inner = {
-        "after_attention": _norm(block.post_attention_layernorm) if four else None,
-        "before_mlp": _norm(block.pre_feedforward_layernorm if four else block.post_attention_layernorm),
-        "after_mlp": _norm(block.post_feedforward_layernorm) if four else None,
+        "before_attention": None if behind else _norm(block.input_layernorm),
+        "after_attention": _norm(block.post_attention_layernorm) if four or behind else None,
+        "before_mlp": None if before_mlp is None else _norm(before_mlp),
+        "after_mlp": _norm(block.post_feedforward_layernorm) if four or behind else None,
         **linears,
         "has_mlp": has_mlp,
         "mixture": mixture,
@@ -397,9 +402,9 @@ def _block(block: nn.Module, name: str, several: bool, model: nn.Module) -> Deco
         if attention.layer_idx is None:
             raise NotNative(f"{name} has no layer in the cache")
         return DecoderBlock(
-            name, attention.layer_idx, before_attention=_norm(block.input_layernorm), attention=attention,
-            q=None, k=None, v=None, o=None, heads=1, kv_heads=1, channels=1, kind=None, scale=1.0, softcap=0.0,
-            window=0, query_norm=None, key_norm=None, attends=False, **inner,
+            name, attention.layer_idx, attention=attention, q=None, k=None, v=None, o=None, heads=1, kv_heads=1,
+            channels=1, kind=None, scale=1.0, softcap=0.0, window=0, query_norm=None, key_norm=None, attends=False,
+            **inner,
         )  # fmt: skip
     if _children(attention) not in (ATTENTION | HEAD_NORMS, FUSED_ATTENTION):
         _expect(attention, ATTENTION, f"{name}'s attention")
@@ -416,12 +421,14 @@ def _block(block: nn.Module, name: str, several: bool, model: nn.Module) -> Deco
         or getattr(attention, "sinks", None) is not None
     ):
         raise NotNative(f"{name}'s attention is of another kind")
-    norms = [_norm(getattr(attention, n), channels) if hasattr(attention, n) else None for n in ("q_norm", "k_norm")]
+    norms = [_norm(getattr(attention, n)) if hasattr(attention, n) else None for n in ("q_norm", "k_norm")]
+    for norm, linear in zip(norms, (q, k), strict=True):
+        if norm is not None and norm.weight.numel() not in (channels, linear.out_features):
+            raise NotNative(f"{name} has a norm of {norm.weight.numel()} channels of {linear.out_features}")
     window = getattr(attention if hasattr(attention, "sliding_window") else model.config, "sliding_window", None)
     return DecoderBlock(
         name,
         attention.layer_idx,
-        before_attention=_norm(block.input_layernorm),
         attention=attention, q=q, k=k, v=v, o=attention.o_proj,
         heads=heads, kv_heads=kv_heads, channels=channels,
         kind=_kind(attention, several),
@@ -542,7 +549,7 @@ def _kind(attention: nn.Module, several: bool) -> str | None:
     """The kind of a layer's rotary tables."""
     if not getattr(attention, "use_rope", True):
         return UNTURNED
-    return attention.layer_type if several and hasattr(attention, "layer_type") else None
+    return next((getattr(attention, n) for n in KINDS if hasattr(attention, n)), None) if several else None
 
 
 def _children(module: nn.Module) -> set[str]:
@@ -559,13 +566,13 @@ def _other(name: str, different: set[str]) -> NotNative:
     return NotNative(f"{name} differs from a Llama's in {', '.join(sorted(different))}")
 
 
-def _norm(module: nn.Module, size: int | None = None) -> Norm:
+def _norm(module: nn.Module) -> Norm:
     """The norm that a module computes: with its weight or 1 + its weight, whichever reproduces the module's output."""
     weight = getattr(module, "weight", None)
     eps = next(
         (getattr(module, n) for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)), None
     )
-    if not isinstance(weight, Tensor) or eps is None or weight.dim() != 1 or (size is not None and len(weight) != size):
+    if not isinstance(weight, Tensor) or eps is None or weight.dim() != 1:
         raise NotNative(f"a norm of an unknown kind ({type(module).__name__})")
     x = torch.linspace(-3, 2, len(weight), device=weight.device).sin()[None] + 0.5
     # In float32, and every channel by itself: in 16 bits, beside a weight of 1,648 as in Gemma 3, 1 more is nothing.

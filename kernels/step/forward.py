@@ -117,7 +117,7 @@ class DecoderForward:
         final = next((place for place in reversed(range(len(decoder.blocks))) if decoder.blocks[place].attends), None)
         for place, block in enumerate(decoder.blocks):
             if block.attends:
-                attended = self._attend(block, stream.normalised(block.before_attention), rooms, place, places)
+                attended = self._attend(block, stream.read(block.before_attention), rooms, place, places)
                 if place == final and keep < tokens:
                     attended = stream.keep(attended, keep)
                 stream.add(self._product(block.o, attended), block.after_attention)
@@ -127,12 +127,12 @@ class DecoderForward:
             else:
                 rooms.pass_over(block.index, stream.residual.new_zeros(len(ids), 1, tokens, 1, dtype=decoder.dtype))
             if block.mixture is not None:
-                x = stream.normalised(block.before_mlp)
+                x = stream.read(block.before_mlp)
                 lap(REST)
                 stream.add(block.mixture(x).contiguous(), block.after_mlp)
                 lap("experts")
             elif block.has_mlp:
-                x = stream.normalised(block.before_mlp)
+                x = stream.read(block.before_mlp)
                 lap(REST)
                 both = self._products((block.gate, block.up), x)
                 lap("gate, up")
@@ -263,6 +263,11 @@ class _Stream:
         added, after = self.added, self.after
         self.added = self.after = None
         return add_norm(self.residual, added, after, norm, self.x)
+
+    def read(self, norm: Norm | None) -> Tensor:
+        """The stream after a norm, or as it is, for a part."""
+        x = self.normalised(norm)
+        return x.copy_(self.residual) if norm is None else x
 
     def keep(self, attended: Tensor, count: int) -> Tensor:
         """Keep the last `count` tokens of the stream, and of the result of the attention, which is returned."""

@@ -156,7 +156,8 @@ class Norm:
 class Products:
     """Products of one input with one or several weights, side by side: [tokens, out] each.
 
-    reads: "residual" (after the norm `before`), "attention" (the last one), or a name that another instruction writes.
+    reads: "residual" (after the norm `before`, if given), "attention" (the last one), or a name that another
+        instruction writes.
     writes: a name for the result. activation: if set, activation(first product) * second product replaces both.
     added: a result that is added to the residual stream first, normalised by `after` if given.
     """
@@ -225,7 +226,8 @@ class Attention:
     softcap: softcap * tanh(score / softcap), or 0 for none.
     window: number of positions that a token sees, itself included; 0: all.
     cos, sin: float32 [positions, rotated channels]; each channel of the first half is paired with one of the second.
-    query_norm, key_norm: norm of every head before the rotation, or None.
+    query_norm, key_norm: before the rotation, of every head by itself, or, with a weight for all of them, of all heads
+        together; or None.
     """
 
     reads: str

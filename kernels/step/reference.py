@@ -107,7 +107,7 @@ def _attend(a: Attention, qkv: list[Tensor], position: int, rounded) -> Tensor:
     tokens = len(qkv[0])
     q, k, v = (t.view(tokens, -1, a.channels) for t in qkv)
     q, k = (
-        _turned(_normed(x, norm), a.cos[position], a.sin[position]) for x, norm in ((q, a.query_norm), (k, a.key_norm))
+        _turned(_headed(x, norm), a.cos[position], a.sin[position]) for x, norm in ((q, a.query_norm), (k, a.key_norm))
     )
     a.keys[:, :, position], a.values[:, :, position] = k.to(a.keys.dtype), v.to(a.values.dtype)
     a.length.add_(1)
@@ -118,6 +118,12 @@ def _attend(a: Attention, qkv: list[Tensor], position: int, rounded) -> Tensor:
     if a.softcap:
         scores = a.softcap * (scores / a.softcap).tanh()
     return (scores.softmax(-1) @ values).reshape(tokens, -1)
+
+
+def _headed(x: Tensor, norm: Norm | None) -> Tensor:
+    """Heads [tokens, heads, channels] after the norm of each, or of all together."""
+    whole = norm is not None and norm.weight.numel() > x.shape[-1]
+    return _normed(x.flatten(1), norm).view_as(x) if whole else _normed(x, norm)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

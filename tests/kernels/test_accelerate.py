@@ -82,6 +82,7 @@ def test_a_step_that_rounds_in_another_way_does_not_verify(tiny, monkeypatch):
     assert not model.acceleration.verifies()
 
 
+MIXTURES = "moe", "mixtral", "minimax"
 FACTORS = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -97,6 +98,7 @@ FACTORS = {
     ("gemma3_text", {}), ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     ("granite", FACTORS), ("smollm3", {"no_rope_layers": [1, 0]}), ("phi3", {"partial_rotary_factor": 0.5}),
     ("qwen3_moe", {}), ("qwen2_moe", {}), ("mixtral", {}), ("glm4_moe", {}), ("granitemoe", FACTORS),
+    ("olmo2", {}), ("olmo3", {}), ("olmoe", {}), ("minimax_m2", {}),
 ])  # fmt: skip
 def test_logits_are_those_of_the_model(tiny, architecture, more, batch, padded):
     model = tiny(architecture, **more).bfloat16()
@@ -115,7 +117,7 @@ def test_logits_are_those_of_the_model(tiny, architecture, more, batch, padded):
     assert torch.allclose(first, expected[:, :1])
     each = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert each.median() < 0.05
-    assert "moe" in architecture or "mixtral" in architecture or each.max() < 0.06  # or rounding chose another expert
+    assert each.max() < 0.06 or any(name in architecture for name in MIXTURES), "rounding may choose another expert"
 
 
 @torch.no_grad()

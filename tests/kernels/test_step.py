@@ -87,10 +87,10 @@ def decoder(kinds: dict[str, str], dtype: torch.dtype, tokens: int = 1, **settin
         cache = torch.randn(2, settings.get("sequences", tokens), kv_heads, positions, channels).to(dtype)
         instructions += [
             Products("residual", "qkv", tuple(made("qkv", n * channels, hidden) for n in (heads, kv_heads, kv_heads)),
-                     before=norm(hidden), added="down" if block else None, after=norm(hidden) if block and settings.get("after") else None),
+                     before=None if settings.get("behind") else norm(hidden), added="down" if block else None, after=norm(hidden) if block and settings.get("after") else None),
             Attention("qkv", heads, kv_heads, cache[0], cache[1], torch.tensor(settings.get("position", 0)),
                       angles.cos(), angles.sin(), channels**-0.5, settings.get("softcap", 0.0), settings.get("window", 0),
-                      *(norm(channels) if settings.get("head_norms") else None for _ in range(2))),
+                      *head_norms(settings.get("head_norms"), norm, channels, heads, kv_heads)),
             Products("attention", "o", (made("o", hidden, heads * channels),)),
         ]  # fmt: skip
         if "experts" in settings:
@@ -108,6 +108,11 @@ def decoder(kinds: dict[str, str], dtype: torch.dtype, tokens: int = 1, **settin
             dataclasses.replace(one, after=None) if one.__class__ is Products else one for one in instructions
         ]
     return Program(hidden, tokens, dataclasses.replace(head, bias=None), tuple(instructions), 1.5)
+
+
+def head_norms(kind: bool | str | None, norm, channels: int, *heads: int) -> list[Norm | None]:
+    """Of queries and keys: of each head (True), of all together ("all"), or none."""
+    return [None if not kind else norm(channels * (count if kind == "all" else 1)) for count in heads]
 
 
 def mixture(made, before: Norm, hidden: int, mlp: int, count: int, chosen: int, shared: str = "", **how) -> list:
@@ -274,6 +279,7 @@ def test_fewer_threads_than_were_asked_for():
     "settings",
     [
         {"head_norms": True, "after": True, "activation": "gelu_tanh"},
+        {"head_norms": "all", "after": True, "behind": True},
         {"window": 5},
         {"window": 300, "softcap": 2.0},
         {"activation": "relu", "channels": 40},
@@ -328,7 +334,13 @@ def test_tokens_of_one_sequence_by_int8():
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize(
-    "settings", [{"head_norms": True, "after": True}, {"window": 5}, {"window": 300, "softcap": 2.0}]
+    "settings",
+    [
+        {"head_norms": True, "after": True},
+        {"head_norms": "all", "behind": True},
+        {"window": 5},
+        {"window": 300, "softcap": 2.0},
+    ],
 )
 def test_tokens_of_one_sequence_in_kinds_of_decoders(threads, settings):
     before = torch.get_num_threads()
@@ -362,7 +374,7 @@ def stopping(program: Program) -> Program:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize(
-    "tokens, settings", [(1, {}), (3, {"head_norms": True, "softcap": 2.0}), (8, {"channels": 40})]
+    "tokens, settings", [(1, {}), (3, {"head_norms": True, "softcap": 2.0}), (8, {"head_norms": "all", "channels": 40})]
 )
 def test_a_step_reads_and_fills_tensors_that_are_lent(isa, dtype, together, tokens, settings):
     """The heads of one block in one part, and those of the other in a part each."""
