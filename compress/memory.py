@@ -242,7 +242,9 @@ class _Case:
             )
             vocabulary = self.model.get_input_embeddings().num_embeddings
             logits = (8 + 2 * products) * min(tokens, positions(vocabulary)) * vocabulary  # and their gradients
-            return int(tokens * saved + logits + held)
+            of_head = products if products < self.itemsize else 0
+            of_head += self.itemsize if any(name in stored for name in targets(self.model, where="embedding")) else 0
+            return int(tokens * saved + logits + held + of_head * vocabulary * self._hidden)
         return int(4 * weights * method.working_set[0]) + 3 * 4 * tokens * (8 * self._hidden + wide)
 
     def _folding(self, method: FoldingMethod, shapes: Sequence[tuple[int, int]]) -> int:

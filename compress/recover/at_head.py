@@ -20,6 +20,7 @@ class AtHead:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.splits = model, False
+        self._cast: Tensor | None = None  # the head's matrix in the dtype of products
         for self.core in dict.fromkeys((model.get_decoder(), model.base_model)):
             self.splits = self.splits or (self.core is not model and self._splits())
             if self.splits:
@@ -37,8 +38,27 @@ class AtHead:
         if not self.splits:
             return hidden.float()
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
-        with _given(self.core, _Hidden(last_hidden_state=hidden[None])):
+        with _given(self.core, _Hidden(last_hidden_state=hidden[None])), self._cast_once(hidden.device.type):
             return self.model(input_ids=ids, use_cache=False).logits[0].float()
+
+    @contextmanager
+    def _cast_once(self, kind: str) -> Iterator[None]:
+        """While the context lasts, the head's matrix, which does not learn, has the dtype of autocast. It would be cast
+        to it for every few positions."""
+        head = self.model.get_output_embeddings()
+        own = ((name, p) for name, p in head.named_parameters(recurse=False) if p.dim() == 2 and not p.requires_grad)
+        name, matrix = next(own, ("", None))
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if matrix is None or dtype in (None, matrix.dtype):
+            yield
+            return
+        if self._cast is None or self._cast.dtype != dtype:
+            self._cast = matrix.detach().to(dtype)
+        vars(head)[name] = self._cast  # found before the parameter, which others may share
+        try:
+            yield
+        finally:
+            del vars(head)[name]
 
     @torch.no_grad()
     def _splits(self) -> bool:

@@ -149,6 +149,8 @@ class DistilledLinear(TrainedParts):
         fixed = [part.dequantize() for i, part in unrounded.items() if i not in views]
         self.rest_before = sum(fixed, torch.zeros(()))
         self.W = nn.Parameter(self.weight().detach().to(dtype), requires_grad=False)
+        if not self.views:
+            self.rest = torch.zeros(())  # W is all that passes read
         before = self.weight_before().detach().to(dtype) if unrounded else None
         self.W_before = None if before is None else nn.Parameter(before, requires_grad=False)
         self.b = None if linear.bias is None else nn.Parameter(linear.bias.to(dtype, copy=True), requires_grad=False)

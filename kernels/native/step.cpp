@@ -1,10 +1,10 @@
 // One step of decoding of a whole decoder: a list of instructions that the threads of one parallel region go through side by
 // side, with a barrier after each. kernels/step/README.md describes the instructions; kernels/step/program.py makes them.
 //
-// Three kinds: products, in which each thread computes some rows of weights, those of a mixture's chosen experts, and attention, in
-// which each takes some positions of some heads. If the cache has its own attention, the step stops instead, hands over queries, keys and values, and continues
-// with the caller's result. All other work (residual sums, norms, rounding) is repeated in every thread: for a few tokens this is
-// cheaper than another barrier.
+// Three kinds: products, in which each thread computes some rows of weights; those of a mixture's chosen experts; and attention,
+// in which each takes some positions of some heads. If the cache has its own attention, the step stops instead, hands over
+// queries, keys and values, and continues with the caller's result. All other work (residual sums, norms, rounding) is repeated
+// in every thread: for a few tokens this is cheaper than another barrier.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -217,7 +217,7 @@ void DecodeStep::attend(std::vector<int64_t> sizes, double scale, double softcap
                         const at::Tensor& length, const at::Tensor& cos, const at::Tensor& sin, const Maybe& query,
                         const Maybe& key, double eps) {
   Attend a{sizes.at(0), sizes.at(1), sizes.at(2), sizes.at(3), sizes.at(4), cos.size(1), float(scale), float(softcap), keys, values, length,
-           cos, sin, norm_of(query, eps), norm_of(key, eps)};
+           cos, sin, norm_of(query, eps), norm_of(key, eps), sizes.at(5) != 0};
   const auto type = bfloat16_ ? at::kBFloat16 : at::kHalf;
   if (!sequences_) sequences_ = keys.size(0);
   TORCH_CHECK(sequences_ == 1 || sequences_ == most_, "the cache ", keys.sizes(), " is neither of ", most_, " sequences nor of one");
@@ -288,7 +288,7 @@ void DecodeStep::hand_over(std::vector<int64_t> sizes, int64_t rotation, double 
                            const Maybe& key, double eps) {
   Attend a{};
   a.from = sizes.at(0), a.heads = sizes.at(1), a.kv_heads = sizes.at(2), a.channels = sizes.at(3);
-  a.scale = float(scale), a.softcap = float(softcap), a.query = norm_of(query, eps), a.key = norm_of(key, eps);
+  a.neighbours = sizes.at(4) != 0, a.scale = float(scale), a.softcap = float(softcap), a.query = norm_of(query, eps), a.key = norm_of(key, eps);
   const int64_t count = sizes_.at(a.from);
   TORCH_CHECK(a.kv_heads > 0 && a.heads % a.kv_heads == 0 && count == most_ * (a.heads + 2 * a.kv_heads) * a.channels &&
                   changes_.at(rotation).signs.numel() == a.channels,

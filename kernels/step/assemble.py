@@ -218,6 +218,7 @@ def _mixture(block: DecoderBlock, m: MixtureOfExperts, pending: Pending) -> Iter
 def _attention(decoder: Decoder, block: DecoderBlock, room: LayerRoom | None) -> Attention | CacheAttention:
     """A block's attention to the positions in its room, or, without one, by the cache."""
     norms = {"softcap": block.softcap, "query_norm": block.query_norm, "key_norm": block.key_norm}
+    norms |= {"neighbours": block.neighbours}
     if room is None:
         return CacheAttention("qkv", block.heads, block.kv_heads, block.channels, block.scale, **norms)
     cos, sin = decoder.rotary.of_steps(block.kind, room.keys.shape[2])

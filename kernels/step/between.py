@@ -48,6 +48,8 @@ def turn_and_store(
     values: Tensor,
     slot: int,
     isa: str = "auto",
+    *,
+    neighbours: bool = False,
 ) -> None:
     """Rotate queries in place by their positions; write the rotated keys and the values into the cache.
 
@@ -57,18 +59,34 @@ def turn_and_store(
         norms: for the heads of q and of k, before the rotation: of each head, or of all together, which then change
             q and k in place.
         keys, values: the cache [batch, kv heads, places, channels]; slot: the place of the first token.
+        neighbours: as in `kernels.step.program.Attention`; k is then changed, too.
 
     Raises:
         RuntimeError: tensors that do not match, or a cache without room.
     """
     channels = keys.shape[-1]
-    if any(norm is not None and norm.weight.numel() > channels for norm in norms):
+    if neighbours or any(norm is not None and norm.weight.numel() > channels for norm in norms):
         for x, norm in zip((q, k), norms, strict=True):
             if norm is not None:
-                wide = (x if norm.weight.numel() > channels else x.unflatten(-1, (-1, channels))).float()
-                x.copy_((wide * (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight).view_as(x))
+                heads = (x if norm.weight.numel() > channels else x.unflatten(-1, (-1, channels))).float()
+                x.copy_((heads * (heads.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight).view_as(x))
         norms = None, None
+    if neighbours:
+        places = slice(slot, slot + q.shape[1])
+        for x in (q, k):
+            _turn_neighbours(x.unflatten(-1, (-1, channels)), tables, positions)
+        for cached, new in ((keys, k), (values, v)):
+            cached[:, :, places] = new.unflatten(-1, (-1, channels)).transpose(1, 2)
+        return
     query, key = norms
     eps = next((norm.eps for norm in norms if norm is not None), 0.0)
     weights = (None if norm is None else norm.weight for norm in (query, key))
     torch.ops.workbench.turn_store(q, k, v, *tables, positions, *weights, eps, keys, values, slot, isa)
+
+
+def _turn_neighbours(x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor) -> None:
+    """Rotate neighbouring channels of heads x [batch, tokens, heads, channels] together, in place."""
+    n = tables[0].shape[1]
+    cos, sin = (table[positions, None, : n // 2] for table in tables)
+    first, second = x[..., 0:n:2].float(), x[..., 1:n:2].float()
+    x[..., 0:n:2], x[..., 1:n:2] = first * cos - second * sin, second * cos + first * sin

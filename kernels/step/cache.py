@@ -116,7 +116,9 @@ def attend_by_cache(
     q, k, v = qkv
     # New memory for every block and pass, because the cache may keep these tensors.
     keys, values = q.new_empty(2, len(q), block.kv_heads, q.shape[1], block.channels)
-    turn_and_store(q, k, v, tables, positions, (block.query_norm, block.key_norm), keys, values, 0)
+    turn_and_store(
+        q, k, v, tables, positions, (block.query_norm, block.key_norm), keys, values, 0, neighbours=block.neighbours
+    )
     q = q.unflatten(-1, (-1, block.channels)).transpose(1, 2)
     new = NewTokens(q, keys, values, hidden, block.scale, block.softcap or None, block.window)
     return cache.attend_new(block.index, block.attention, new)

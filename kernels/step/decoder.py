@@ -8,6 +8,7 @@ code that runs a recognised decoder checks that its logits are those of the mode
 
 import copy
 import itertools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,9 +21,14 @@ from transformers.activations import ACT2FN
 from kernels import native
 from kernels.step.program import Norm
 
-BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-NORMS_BEHIND = BLOCK - {"input_layernorm"} | {"post_feedforward_layernorm"}  # as in OLMo 2
-FOUR_NORMS = BLOCK | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+PARTS = {"self_attn", "mlp"}
+# Names of the norms of a block: before attention, of its result, before the MLP, and of its result, or None.
+NORMS = (
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM 4
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
+)
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 FUSED_ATTENTION = {"qkv_proj", "o_proj"}
@@ -132,7 +138,8 @@ class DecoderBlock:
     only one. scale: of scores. softcap: softcap * tanh(score / softcap), or 0. window: number of positions that a token
     sees, itself included, or 0 for all. query_norm, key_norm: of each head, or of all heads together. attends, has_mlp:
     False if the part was dropped. Its linears are None then, and a layer of the cache without attention keeps
-    one number for each position, which nothing reads. mixture: in the place of gate, up and down.
+    one number for each position, which nothing reads. mixture: in the place of gate, up and down. neighbours: as in
+    `program.Attention`.
     """
 
     name: str
@@ -162,6 +169,7 @@ class DecoderBlock:
     attends: bool = True
     has_mlp: bool = True
     mixture: MixtureOfExperts | None = None
+    neighbours: bool = False
 
 
 @dataclass(frozen=True)
@@ -376,8 +384,8 @@ def _of_smaller_stream(block: DecoderBlock, factor: float) -> DecoderBlock:
 def _block(block: nn.Module, name: str, several: bool, model: nn.Module) -> DecoderBlock:
     """several: does each kind of layer have its own rotary tables?"""
     children = {"mlp" if n == GRANITES_MLP else n for n in _children(block)}
-    four, behind = children == FOUR_NORMS, children == NORMS_BEHIND
-    if not (four or behind) and (different := children ^ BLOCK):
+    names = next((names for names in NORMS if children == PARTS | {*names} - {None}), NORMS[0])
+    if different := children ^ (PARTS | {*names} - {None}):
         raise _other(name, different)
     attention, mlp = block.self_attn, block.mlp if hasattr(block, "mlp") else getattr(block, GRANITES_MLP)
     attends, has_mlp = (getattr(part, ADDS_NOTHING, False) is not True for part in (attention, mlp))
@@ -388,12 +396,9 @@ def _block(block: nn.Module, name: str, several: bool, model: nn.Module) -> Deco
         linears = {"gate": None, "up": None, "down": None, "activation": _activation(mlp.experts.act_fn)}
     else:
         linears = _linears_of_mlp(mlp) if has_mlp else {"gate": None, "up": None, "down": None, "activation": ""}
-    before_mlp = block.pre_feedforward_layernorm if four else None if behind else block.post_attention_layernorm
+    fields = ("before_attention", "after_attention", "before_mlp", "after_mlp")
     inner = {
-        "before_attention": None if behind else _norm(block.input_layernorm),
-        "after_attention": _norm(block.post_attention_layernorm) if four or behind else None,
-        "before_mlp": None if before_mlp is None else _norm(before_mlp),
-        "after_mlp": _norm(block.post_feedforward_layernorm) if four or behind else None,
+        **{field: n and _norm(getattr(block, n)) for field, n in zip(fields, names, strict=True)},
         **linears,
         "has_mlp": has_mlp,
         "mixture": mixture,
@@ -435,7 +440,7 @@ def _block(block: nn.Module, name: str, several: bool, model: nn.Module) -> Deco
         scale=attention.scaling,
         softcap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
         window=window or 0,
-        query_norm=norms[0], key_norm=norms[1], **inner,
+        query_norm=norms[0], key_norm=norms[1], neighbours=_turns_neighbours(attention), **inner,
     )  # fmt: skip
 
 
@@ -461,10 +466,11 @@ def _mixture(mlp: nn.Module, name: str, dtype: torch.dtype) -> MixtureOfExperts:
         shared = beside.gate_proj, beside.up_proj, beside.down_proj
         if _activation(beside.act_fn) != _activation(experts.act_fn):
             raise NotNative(f"{name}'s shared MLP has another activation")
-    bias = next((getattr(m, BIAS) for m in (router, mlp) if isinstance(getattr(m, BIAS, None), Tensor)), None)
+    tensors = itertools.chain(mlp.named_parameters(), mlp.named_buffers())
+    bias = next((tensor.detach().float().flatten() for n, tensor in tensors if n.rpartition(".")[2] == BIAS), None)
     made = MixtureOfExperts(
         mlp, W.detach(), *(tuple(half[i] for half in halves) for i in range(2)), tuple(downs), chosen=1, sigmoid=False,
-        rounded=True, whole=False, factor=1.0, bias=None if bias is None else bias.detach().float().contiguous(),
+        rounded=True, whole=False, factor=1.0, bias=bias,
         shared=shared, shared_gate=getattr(mlp, SHARED_GATE, None),
     )  # fmt: skip
     return _as_its_module_chooses(made, experts, name, dtype)
@@ -550,6 +556,12 @@ def _kind(attention: nn.Module, several: bool) -> str | None:
     if not getattr(attention, "use_rope", True):
         return UNTURNED
     return next((getattr(attention, n) for n in KINDS if hasattr(attention, n)), None) if several else None
+
+
+def _turns_neighbours(attention: nn.Module) -> bool:
+    """Does a layer rotate channels in pairs of neighbours, by the function of its module?"""
+    rotate = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
+    return rotate is not None and rotate(torch.arange(4.0)).tolist() == [-1, 0, -3, 2]
 
 
 def _children(module: nn.Module) -> set[str]:

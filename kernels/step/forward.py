@@ -220,7 +220,9 @@ class DecoderForward:
         """The attention's result, [batch, tokens, heads * channels], contiguous."""
         q, k, v = qkv
         norms = block.query_norm, block.key_norm
-        turn_and_store(q, k, v, tables, positions, norms, room.keys, room.values, seen.slot)
+        turn_and_store(
+            q, k, v, tables, positions, norms, room.keys, room.values, seen.slot, neighbours=block.neighbours
+        )
         room.length.fill_(seen.slot + seen.tokens)
         q = q.unflatten(-1, (-1, block.channels)).transpose(1, 2)  # [batch, heads, tokens, channels]
         return seen.attend(block, q, room).flatten(-2)

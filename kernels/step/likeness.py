@@ -123,7 +123,9 @@ def _natively(block: DecoderBlock, qkv: Sequence[Tensor], tables: Sequence[Tenso
     q, k, v = qkv
     keys, values = q.new_empty(2, 1, block.kv_heads, TOKENS, block.channels)
     norms = block.query_norm, block.key_norm
-    turn_and_store(q, k, v, (tables[0], tables[1]), torch.arange(TOKENS)[None], norms, keys, values, 0)
+    turn_and_store(
+        q, k, v, (tables[0], tables[1]), torch.arange(TOKENS)[None], norms, keys, values, 0, neighbours=block.neighbours
+    )
     return q.unflatten(-1, (-1, block.channels)).transpose(1, 2), keys, values
 
 

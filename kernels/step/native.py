@@ -194,12 +194,12 @@ class DecodeStep:
 
     def _handed(self, a: CacheAttention) -> None:
         (query, eps), (key, _) = _norm(a.query_norm), _norm(a.key_norm)
-        sizes = [self._buffers[a.reads], a.heads, a.kv_heads, a.channels]
+        sizes = [self._buffers[a.reads], a.heads, a.kv_heads, a.channels, a.neighbours]
         rotation = self._change(InputChange(torch.ones(a.channels), widest_block(a.channels)))
         self._native.hand_over(sizes, rotation, a.scale, a.softcap, query, key, eps or _norm(a.key_norm)[1])
 
     def _attention(self, a: Attention) -> None:
-        sizes = [self._buffers[a.reads], a.heads, a.kv_heads, a.channels, a.window]
+        sizes = [self._buffers[a.reads], a.heads, a.kv_heads, a.channels, a.window, a.neighbours]
         (query, eps), (key, _) = _norm(a.query_norm), _norm(a.key_norm)
         self._native.attend(
             sizes, a.scale, a.softcap, a.keys, a.values, a.length, a.cos, a.sin, query, key, eps or _norm(a.key_norm)[1]

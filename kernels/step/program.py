@@ -225,7 +225,8 @@ class Attention:
         positions in use, which grows by one for each token of a sequence. scale: of scores.
     softcap: softcap * tanh(score / softcap), or 0 for none.
     window: number of positions that a token sees, itself included; 0: all.
-    cos, sin: float32 [positions, rotated channels]; each channel of the first half is paired with one of the second.
+    cos, sin: float32 [positions, rotated channels]; each channel of the first half is paired with one of the second;
+    neighbours: or each with its neighbour, whose angle is in the first half of the tables.
     query_norm, key_norm: before the rotation, of every head by itself, or, with a weight for all of them, of all heads
         together; or None.
     """
@@ -243,6 +244,7 @@ class Attention:
     window: int = 0
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    neighbours: bool = False
 
     @property
     def channels(self) -> int:
@@ -266,6 +268,7 @@ class CacheAttention:
     softcap: float = 0.0
     query_norm: Norm | None = None
     key_norm: Norm | None = None
+    neighbours: bool = False
 
 
 @dataclass(frozen=True)

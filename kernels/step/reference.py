@@ -107,7 +107,8 @@ def _attend(a: Attention, qkv: list[Tensor], position: int, rounded) -> Tensor:
     tokens = len(qkv[0])
     q, k, v = (t.view(tokens, -1, a.channels) for t in qkv)
     q, k = (
-        _turned(_headed(x, norm), a.cos[position], a.sin[position]) for x, norm in ((q, a.query_norm), (k, a.key_norm))
+        _turned(_headed(x, norm), a.cos[position], a.sin[position], a.neighbours)
+        for x, norm in ((q, a.query_norm), (k, a.key_norm))
     )
     a.keys[:, :, position], a.values[:, :, position] = k.to(a.keys.dtype), v.to(a.values.dtype)
     a.length.add_(1)
@@ -126,7 +127,12 @@ def _headed(x: Tensor, norm: Norm | None) -> Tensor:
     return _normed(x.flatten(1), norm).view_as(x) if whole else _normed(x, norm)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
     n = len(cos)
+    if neighbours:
+        first, second = x[..., 0:n:2], x[..., 1:n:2]
+        c, s = cos[: n // 2], sin[: n // 2]
+        pairs = torch.stack([first * c - second * s, second * c + first * s], -1)
+        return torch.cat([pairs.flatten(-2), x[..., n:]], -1)
     first, second, rest = x[..., : n // 2], x[..., n // 2 : n], x[..., n:]
     return torch.cat([x[..., :n] * cos + torch.cat([-second, first], -1) * sin, rest], -1)

@@ -12,6 +12,7 @@ from compress.recipe import parse_recipe
 from kernels import native
 from kernels.registry import recording
 from kernels.step import accelerate as accelerated
+from kernels.step import decoder
 from kernels.step.accelerate import accelerate
 from kernels.step.between import add_norm, gated
 from kernels.step.decoder import NotNative, recognise
@@ -99,6 +100,7 @@ FACTORS = {
     ("granite", FACTORS), ("smollm3", {"no_rope_layers": [1, 0]}), ("phi3", {"partial_rotary_factor": 0.5}),
     ("qwen3_moe", {}), ("qwen2_moe", {}), ("mixtral", {}), ("glm4_moe", {}), ("granitemoe", FACTORS),
     ("olmo2", {}), ("olmo3", {}), ("olmoe", {}), ("minimax_m2", {}),
+    ("glm", {}), ("glm4", {}), ("ernie4_5", {}), ("ernie4_5_moe", {}),
 ])  # fmt: skip
 def test_logits_are_those_of_the_model(tiny, architecture, more, batch, padded):
     model = tiny(architecture, **more).bfloat16()
@@ -118,6 +120,42 @@ def test_logits_are_those_of_the_model(tiny, architecture, more, batch, padded):
     each = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert each.median() < 0.05
     assert each.max() < 0.06 or any(name in architecture for name in MIXTURES), "rounding may choose another expert"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["ernie4_5_moe", "glm4_moe"])
+def test_the_choice_of_experts_has_its_bias(tiny, architecture):
+    """A bias of the choice alone, which a model of random weights has as zeros."""
+    model = tiny(architecture).bfloat16()
+    biases = [
+        b for n, b in (*model.named_parameters(), *model.named_buffers()) if n.endswith("e_score_correction_bias")
+    ]
+    assert biases
+    for bias in biases:
+        bias.copy_(torch.randn(bias.shape, generator=torch.Generator().manual_seed(1)))
+    ids = (torch.arange(12) * 7919 % 96)[None]
+    expected = logits(model, ids)
+    accelerate(model)
+    assert "steps in one call of C++" in repr(model.acceleration)
+    assert all(block.mixture.bias is not None for block in recognise(model).blocks if block.mixture)
+    found = logits(model, ids)
+    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median() < 0.05
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrong", ["silent expert", "other rule"])
+def test_mixtures_that_do_something_else_are_left_alone(tiny, wrong):
+    """Whatever their module is called: it is compared with what its experts and its router give."""
+    model = tiny("mixtral").bfloat16()
+    mlp = model.model.layers[1].mlp
+    own = type(mlp).forward
+    if wrong == "other rule":
+        mlp.gate.forward = lambda x, own=mlp.gate.forward: (lambda logits, w, i: (logits, w * w, i))(*own(x))
+    else:
+        mlp.__class__ = type("Doubled", (type(mlp),), {"forward": lambda self, x: 2 * own(self, x)})
+    with pytest.warns(UserWarning, match="hooks" if wrong == "other rule" else "block 1's mixture .* another rule"):
+        accelerate(model)
+    assert not hasattr(model, "acceleration")
 
 
 @torch.no_grad()
@@ -410,8 +448,9 @@ def test_calls_that_ask_for_more_get_what_the_model_gives(tiny):
 
 
 LOOKALIKES = {  # modules of a Llama, other queries and keys
-    "ernie4_5": ({}, "block 0 makes other queries than a Llama's.* at position 0"),
-    "helium": ({"head_dim": 16}, "block 0 makes other queries"),
+    "exaone4": (  # the second layer does not rotate
+        {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        "block 1 makes other queries than a Llama's.* at position 0"),
     "ministral3": (  # scales queries from position 64 on
         {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5,
                                              "original_max_position_embeddings": 64}},
@@ -440,6 +479,15 @@ def test_models_that_only_resemble_a_llama_are_not_accelerated(architecture):
         accelerate(model)
     assert torch.equal(logits(model, ids), expected) and model.config._attn_implementation == attention
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["ernie4_5", "llama"])
+def test_pairs_of_channels_that_are_others_in_the_model_are_found(tiny, architecture, monkeypatch):
+    own = decoder._turns_neighbours
+    monkeypatch.setattr(decoder, "_turns_neighbours", lambda attention: not own(attention))
+    with pytest.warns(UserWarning, match="not accelerated: block 0 makes other queries than a Llama's.* at position 0"):
+        accelerate(tiny(architecture).bfloat16())
 
 
 @torch.no_grad()

@@ -90,7 +90,7 @@ def decoder(kinds: dict[str, str], dtype: torch.dtype, tokens: int = 1, **settin
                      before=None if settings.get("behind") else norm(hidden), added="down" if block else None, after=norm(hidden) if block and settings.get("after") else None),
             Attention("qkv", heads, kv_heads, cache[0], cache[1], torch.tensor(settings.get("position", 0)),
                       angles.cos(), angles.sin(), channels**-0.5, settings.get("softcap", 0.0), settings.get("window", 0),
-                      *head_norms(settings.get("head_norms"), norm, channels, heads, kv_heads)),
+                      *head_norms(settings.get("head_norms"), norm, channels, heads, kv_heads), settings.get("neighbours", False)),
             Products("attention", "o", (made("o", hidden, heads * channels),)),
         ]  # fmt: skip
         if "experts" in settings:
@@ -280,6 +280,7 @@ def test_fewer_threads_than_were_asked_for():
     [
         {"head_norms": True, "after": True, "activation": "gelu_tanh"},
         {"head_norms": "all", "after": True, "behind": True},
+        {"head_norms": True, "neighbours": True},
         {"window": 5},
         {"window": 300, "softcap": 2.0},
         {"activation": "relu", "channels": 40},

@@ -85,6 +85,8 @@ class FusedBody:
             cos, _ = self.tables[block.kind]
             if cos.shape[1] != block.channels or block.channels % 2:
                 raise NotNative(f"{block.name} rotates {cos.shape[1]} of {block.channels} channels")
+            if block.neighbours:
+                raise NotNative(f"{block.name} rotates neighbouring channels")
             if block.before_attention is None or block.before_mlp is None:
                 raise NotNative(f"{block.name} reads its input without a norm")
             if any(norm and norm.weight.numel() != block.channels for norm in (block.query_norm, block.key_norm)):
