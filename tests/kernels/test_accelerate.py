@@ -84,6 +84,17 @@ def test_a_step_that_rounds_in_another_way_does_not_verify(tiny, monkeypatch):
 
 
 MIXTURES = "moe", "mixtral", "minimax"
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, architecture: str) -> bool:
+    """Are logits [..., vocabulary] close? In a mixture rounding may choose another expert for a few tokens."""
+    found, expected = found.float(), expected.float()
+    if any(name in architecture for name in MIXTURES):
+        each = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+        return float(each.median()) < 0.05
+    return float((found - expected).norm() / expected.norm()) < 0.05
+
+
 FACTORS = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -117,9 +128,7 @@ def test_logits_are_those_of_the_model(tiny, architecture, more, batch, padded):
     accelerated.remove()
     expected = logits(model, ids, mask)
     assert torch.allclose(first, expected[:, :1])
-    each = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert each.median() < 0.05
-    assert each.max() < 0.06 or any(name in architecture for name in MIXTURES), "rounding may choose another expert"
+    assert close(found, expected, architecture)
 
 
 @torch.no_grad()
@@ -213,10 +222,10 @@ def test_compressed_models_are_accelerated(tiny, tokens, architecture, recipe):
 
 @pytest.mark.in_turns
 @torch.no_grad()
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_moe"])
 @pytest.mark.parametrize("drops", [
     "layer_drop(layers='0')", "layer_drop(layers='2')", "layer_drop(target=mlp, layers='0')", "layer_drop(target=mlp, layers='1, 2')",
-    "layer_drop(layers='0, 1'), layer_drop(target=mlp, layers='1, 2')",
+    "layer_drop(layers='0, 2'), layer_drop(target=mlp, layers='1, 2')",
 ])  # fmt: skip
 def test_models_without_some_attention_and_mlps(tiny, tokens, architecture, drops):
     """Every kind of pass: prompts, steps of one and of several sequences, padding, guesses, compressed caches."""
@@ -242,7 +251,7 @@ def test_models_without_some_attention_and_mlps(tiny, tokens, architecture, drop
         found = [logits(model, *one) for one in asked]
     assert "decode_step" in ran
     for a, b in zip([*ours, *found], [*own, *expected], strict=True):
-        assert float((a.float() - b).norm() / b.float().norm()) < 0.05
+        assert close(a, b, architecture)
     how = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     cache = DynamicCache(config=model.config)
     written = model.generate(ids[:1], past_key_values=cache, **how)
