@@ -436,7 +436,7 @@ def _block(block: nn.Module, name: str, several: bool, model: nn.Module) -> Deco
         attention.layer_idx,
         attention=attention, q=q, k=k, v=v, o=attention.o_proj,
         heads=heads, kv_heads=kv_heads, channels=channels,
-        kind=_kind(attention, several),
+        kind=_kind(attention, several, model.config),
         scale=attention.scaling,
         softcap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
         window=window or 0,
@@ -551,11 +551,14 @@ def _relative(found: Tensor, wanted: Tensor) -> float:
     return float((found.float() - wanted.float()).norm() / wanted.float().norm().clamp(min=1e-20))
 
 
-def _kind(attention: nn.Module, several: bool) -> str | None:
+def _kind(attention: nn.Module, several: bool, config: Any) -> str | None:
     """The kind of a layer's rotary tables."""
     if not getattr(attention, "use_rope", True):
         return UNTURNED
-    return next((getattr(attention, n) for n in KINDS if hasattr(attention, n)), None) if several else None
+    if not several:
+        return None
+    named = (getattr(attention, n) for n in KINDS if hasattr(attention, n))
+    return next(named, config.layer_types[attention.layer_idx])
 
 
 def _turns_neighbours(attention: nn.Module) -> bool:
