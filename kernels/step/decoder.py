@@ -264,9 +264,16 @@ class RotaryTables:
         return self.made[kind, "steps"]
 
     def at(self, kind: str | None, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [positions, rotated channels] for layers of this kind, at these positions, int64."""
+        """(cos, sin) [positions, rotated channels] for layers of this kind, at these positions, int64.
+
+        Raises:
+            NotNative: the module gives no such tables.
+        """
         more = () if kind in (None, UNTURNED) else (kind,)
-        tables = self.module(torch.zeros(1, dtype=torch.float32, device=positions.device), positions[None], *more)
+        try:
+            tables = self.module(torch.zeros(1, dtype=torch.float32, device=positions.device), positions[None], *more)
+        except TypeError as error:
+            raise NotNative(f"its rotary module takes other arguments: {error}") from error
         cos, sin = (table[0].float().contiguous() for table in tables)
         return (torch.ones_like(cos), torch.zeros_like(sin)) if kind == UNTURNED else (cos, sin)
 
@@ -501,19 +508,24 @@ def _as_its_module_chooses(
     hook = experts.register_forward_pre_hook(lambda module, args: given.append(args))
     try:
         wanted = mixture(x[None])[0]
+    except Exception as error:
+        raise NotNative(f"{name} cannot be run by itself: {str(error).splitlines()[0]}") from error
     finally:
         hook.remove()
     if len(given) != 1 or len(given[0]) != 3:
         raise NotNative(f"{name} calls its experts in another way")
     _, chosen, shares = given[0]
     factors = {1.0, *(float(getattr(m, FACTOR, 1.0) or 1.0) for m in mixture.module.modules())}
-    for sigmoid, whole, rounded, factor in itertools.product((False, True), (True, False), (True, False), factors):
-        for bias in {id(b): b for b in (mixture.bias, None)}.values():
-            how = {"sigmoid": sigmoid, "whole": whole, "rounded": rounded, "factor": factor, "bias": bias}
-            found = replace(mixture, chosen=chosen.shape[1], **how)
-            if _alike(found.choose(x), (chosen, shares.float())) and _relative(_mixed(found, x), wanted) < ALIKE:
-                return found
-    raise NotNative(f"{name} chooses or adds up experts by another rule")
+    biases = {id(bias): bias for bias in (mixture.bias, None)}.values()
+    names, either = ("sigmoid", "whole", "rounded", "factor", "bias"), (False, True)
+    values = itertools.product(either, either[::-1], either[::-1], factors, biases)
+    of_all = replace(mixture, chosen=chosen.shape[1])
+    rules = [replace(of_all, **dict(zip(names, one, strict=True))) for one in values]
+    apart = [_apart(rule.choose(x), (chosen, shares.float())) for rule in rules]
+    found = rules[apart.index(min(apart))]
+    if not (min(apart) < ALIKE and _relative(_mixed(found, x), wanted) < ALIKE):
+        raise NotNative(f"{name} chooses or adds up experts by another rule")
+    return found
 
 
 def _linears_of_mlp(mlp: nn.Module) -> dict[str, Any]:
@@ -525,11 +537,13 @@ def _linears_of_mlp(mlp: nn.Module) -> dict[str, Any]:
     return {"gate": gate, "up": up, "down": mlp.down_proj, "activation": _activation(function)}
 
 
-def _alike(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
-    """Are the same experts chosen, with the same shares but for rounding?"""
+def _apart(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> float:
+    """The largest relative difference of shares; infinite if other experts are chosen."""
     (chosen, order), (also, other) = (choice[0].sort(-1) for choice in (found, wanted))
     shares, its = found[1].gather(-1, order), wanted[1].gather(-1, other)
-    return torch.equal(chosen, also.to(chosen.dtype)) and bool(((shares - its).abs() <= ALIKE * its.abs()).all())
+    if not torch.equal(chosen, also.to(chosen.dtype)):
+        return torch.inf
+    return float(((shares - its).abs() / its.abs().clamp(min=1e-20)).max())
 
 
 def _mixed(mixture: MixtureOfExperts, x: Tensor) -> Tensor:
