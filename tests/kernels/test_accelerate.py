@@ -103,6 +103,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.in_turns
 @torch.no_grad()
 @pytest.mark.parametrize("batch, padded", [(1, False), (2, False), (3, True), (9, False)])
 @pytest.mark.parametrize("architecture, more", [
