@@ -92,7 +92,7 @@ def autoround(source: Path, ids: Tensor, scratch: Path, options: argparse.Namesp
 
 def torchao(source: Path, ids: Tensor, scratch: Path, options: argparse.Namespace) -> Peer:
     """torchao's training in the presence of quantisation: weights are rounded in every pass, and learn to predict the
-    next token of the calibration windows, with the norms, for `--minutes`. The head and the embedding stay."""
+    next token of the calibration windows, with the norms, for `--updates`. The head and the embedding stay."""
     from torchao.quantization import quantize_
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
     from transformers import AutoModelForCausalLM
@@ -102,20 +102,18 @@ def torchao(source: Path, ids: Tensor, scratch: Path, options: argparse.Namespac
     inside = lambda module, name: isinstance(module, torch.nn.Linear) and name != "lm_head"  # noqa: E731
     quantize_(model, QATConfig(weight_config=rounding, step="prepare"), filter_fn=inside)
     model.get_input_embeddings().requires_grad_(False)
-    settings = {"group_size": options.group_size, "minutes": options.minutes, "lr": options.lr or 1e-5, "batch": 2}
+    settings = {"group_size": options.group_size, "updates": options.updates, "lr": options.lr or 1e-5, "batch": 2}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=settings["lr"])
-    start, updates = time.perf_counter(), 0
+    start = time.perf_counter()
     with torch.enable_grad():
-        while time.perf_counter() - start < 60 * options.minutes:
-            order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(2 * updates // len(ids)))
-            windows = ids[order[[2 * updates % len(ids), (2 * updates + 1) % len(ids)]]]
+        for at in range(0, 2 * options.updates, 2):
+            order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(at // len(ids)))
+            windows = ids[order[[at % len(ids), (at + 1) % len(ids)]]]
             with torch.autocast("cpu", torch.bfloat16):
                 model(windows, labels=windows).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            updates += 1
-    settings["updates"] = updates
     rounded = {n: m for n, m in model.named_modules() if hasattr(m, "weight_fake_quantizer")}
     weights = {n: m.weight_fake_quantizer(m.weight).detach() for n, m in rounded.items()}
     count, whole = sum(w.numel() for w in weights.values()), sum(p.numel() for p in model.parameters())
@@ -249,7 +247,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128, help="calibration windows, the first prepared ones")
     parser.add_argument("--iters", type=int, default=200, help="of AutoRound, per block")
     parser.add_argument("--lr", type=float, help="of AutoRound; 5e-3 in its light recipe of 50 iterations; of torchao")
-    parser.add_argument("--minutes", type=float, default=8.0, help="of torchao's training")
+    parser.add_argument("--updates", type=int, default=120, help="of torchao, of two windows each")
     parser.add_argument("--batch", type=int, default=8, help="windows in a step of AutoRound")
     parser.add_argument("--keep", action="store_true", help="keep the tool's own files in OUT/NAME/saved")
     options = parser.parse_args()
