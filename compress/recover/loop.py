@@ -26,6 +26,7 @@ CHECKS = 10  # most scores of the held-out windows during training, beside that 
 SCORING = 0.2  # the largest share of the time of updates that these scores take
 LATE = 1.25  # share of the minutes from which on a run says that they were too few
 FLAT = 2  # scores without an improvement after which the rate is lowered
+WORSE = 1.02  # of the score before training: at one above it the rate is lowered at once
 LOWERED = 0.25  # factor of the rate then
 MOST_LOWERED = 2  # times
 PATIENCE = 4  # scores without an improvement after which training ends, if the rate is not lowered any more
@@ -273,10 +274,11 @@ class Loop:
         if len(state.curve) == 1 and not math.isfinite(score):
             raise NotFinite("the compressed model's predictions for held-out text are NaN or infinite before training")
         flat = len(state.curve) - max(_best(state.curve) + 1, state.since)
-        diverged, lowers = not score < 2 * state.curve[0].divergence, state.lowered < MOST_LOWERED
+        at_first, lowers = state.curve[0].divergence, state.lowered < MOST_LOWERED
+        diverged, worse = not score < 2 * at_first, not score < WORSE * at_first
         if score < best:
             state.best, self.best = state.step, {key: p.detach().clone() for key, p in self.latent.items()}
-        elif lowers and (diverged or flat >= FLAT):
+        elif lowers and (worse or flat >= FLAT):
             self._lower()
         elif diverged:
             state.ended = f"training diverged: the held-out windows had {score:.4g} after update {state.step}"

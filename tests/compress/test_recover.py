@@ -413,6 +413,21 @@ def test_a_rate_that_does_not_help_any_more_is_lowered(peaked, tokens, tmp_path,
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in again.model.state_dict().items())
 
 
+@pytest.mark.parametrize("second, lowered", [(1.01, 4), (1.04, 2)])
+def test_a_rate_that_makes_the_model_worse_is_lowered_at_once(second, lowered, peaked, tokens, monkeypatch):
+    """And one whose score is within the noise of that before training at the next score."""
+    found, rates, update = [1.0, second, 1.01, 0.9, 0.8, 0.7], {}, loop.Loop._update
+
+    def noted(self):
+        update(self)
+        rates[self.state.step] = self._rate()
+
+    monkeypatch.setattr(loop.Loop, "_score", lambda self: found[min(len(self.state.curve), 5)])
+    monkeypatch.setattr(loop.Loop, "_update", noted)
+    apply("rtn(bits=3, group_size=16), distil(rate=0.001, steps=20, minutes=0)", peaked(), tokens(12, 24))
+    assert max(step for step, rate in rates.items() if rate == 1e-3) == lowered
+
+
 def test_training_goes_on_from_the_best_state(peaked, tokens, monkeypatch):
     found, lower, states = [1.0, 0.5, 3.0, 0.4], loop.Loop._lower, []
 
