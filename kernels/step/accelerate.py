@@ -19,7 +19,7 @@ from kernels import native
 from kernels.huge_pages import in_huge_pages
 from kernels.step.assemble import NativeStep, native_step, step_of
 from kernels.step.cache import AttendingCache, LayerRoom, LentRooms, RoomyLayer, roomy, static_cache
-from kernels.step.decoder import ACCELERATION, NotNative, recognise, state_of
+from kernels.step.decoder import ACCELERATION, Decoder, NotNative, recognise, state_of
 from kernels.step.forward import DecoderForward, NativePrompt, native_prompt
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.in_parts import StepInParts
@@ -261,23 +261,23 @@ class Acceleration:
             NotNative: the model is of another kind, or something differs.
         """
         model, self.why_not_in_one_call = self.model, ""
-        recognise(model)  # before any pass, because other kinds of models may not know static caches
+        decoder = recognise(model)  # before any pass, because other kinds of models may not know static caches
         ids = (torch.arange(TRIED) * 7919 % model.get_input_embeddings().num_embeddings)[None]
         cache = static_cache(model, 64)
         cache.is_trial = True  # caches that are attached to the model need not warn of it
         model(ids, past_key_values=cache, use_cache=True)  # makes the cache's tensors
-        native_prompt(model, cache, ids, laid_out=False)
-        check_outputs(model, recognise(model))
+        native_prompt(model, cache, ids, laid_out=False, decoder=decoder)
+        check_outputs(model, decoder)
 
         def after_prompt() -> None:
             cache.reset()
             model(ids, past_key_values=cache, use_cache=True)
 
         try:
-            native_step(model, cache, ids[:, -1:], torch.tensor([[TRIED]]), after_prompt)
+            native_step(model, cache, ids[:, -1:], torch.tensor([[TRIED]]), after_prompt, decoder)
         except NotNative as error:
             self.why_not_in_one_call = str(error)
-        self._reader = self._made()
+        self._reader = self._made(decoder)
         self._state = state_of(model)
 
     def _ready(self) -> bool:
@@ -297,8 +297,7 @@ class Acceleration:
             )
         return not self.why_not
 
-    def _made(self) -> DecoderForward:
-        decoder = recognise(self.model)
+    def _made(self, decoder: Decoder) -> DecoderForward:
         dense = [p for p in self.model.parameters() if p.dim() == 2]
         free = psutil.virtual_memory().available
         room = self.lay_out and free > SPARE * sum(p.numel() * p.element_size() for p in dense)

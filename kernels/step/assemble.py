@@ -76,7 +76,12 @@ class NativeStep:
 
 @torch.no_grad()
 def native_step(
-    model: nn.Module, cache: Cache, tokens: Tensor, positions: Tensor, restore: Callable[[], None]
+    model: nn.Module,
+    cache: Cache,
+    tokens: Tensor,
+    positions: Tensor,
+    restore: Callable[[], None],
+    decoder: Decoder | None = None,
 ) -> NativeStep:
     """The native step of a decoder.
 
@@ -84,11 +89,12 @@ def native_step(
         model: a causal decoder. cache: static, filled up to the position of the step.
         tokens, positions: [batch, 1] and [1, 1], for the step that is checked; all later steps have these shapes.
         restore: restores the cache to its state before the step.
+        decoder: the model, if it is recognised already.
 
     Raises:
         NotNative: an unknown model, format or cache, or a step whose logits differ from the model's.
     """
-    decoder = recognise(model)
+    decoder = decoder or recognise(model)
     step = step_of(decoder, rooms_of(decoder, cache), len(tokens))
     check_likeness(model, decoder)
     restore()

@@ -376,18 +376,21 @@ class NativePrompt:
 
 
 @torch.no_grad()
-def native_prompt(model: nn.Module, cache: Cache, tokens: Tensor, laid_out: bool = True) -> NativePrompt:
+def native_prompt(
+    model: nn.Module, cache: Cache, tokens: Tensor, laid_out: bool = True, decoder: Decoder | None = None
+) -> NativePrompt:
     """A decoder's pass over a prompt, checked against the model's.
 
     Args:
         model: a causal decoder. cache: static, with allocated tensors; it is empty afterwards.
         tokens: int64 [batch, n], the prompt that both read.
         laid_out: lay out dense weights for prompts of this length, which takes their memory a second time.
+        decoder: the model, if it is recognised already.
 
     Raises:
         NotNative: an unknown model or cache, or logits that differ from the model's.
     """
-    decoder = recognise(model)
+    decoder = decoder or recognise(model)
     rooms = rooms_of(decoder, cache)
     prompt = NativePrompt(DecoderForward(decoder, tokens.numel() if laid_out else 0), rooms)
     check_likeness(model, decoder)
