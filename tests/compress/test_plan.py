@@ -138,7 +138,7 @@ def test_attention_that_no_small_copy_shows_is_compared_by_the_plan(tiny, monkey
     model = tiny("llama")
     monkeypatch.setattr(identity, "small_copy", lambda config: None)
     monkeypatch.setattr(identity, "_agreed", set())
-    monkeypatch.setattr(identity, "_difference", lambda found, wanted: 1.0 if found is not wanted else 0.0)
+    monkeypatch.setattr(identity, "_difference", lambda found, wanted, routed: float(found is not wanted))
     with pytest.raises(ValueError, match="its logits differ by 1"):
         plan("rtn(group_size=16), snapkv", model)
     assert not any(isinstance(module, CompressedLinear) for module in model.modules())

@@ -88,8 +88,9 @@ def test_a_wrong_block_is_found_and_the_models_own_code_runs(tiny, monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", LOOKALIKES)
 def test_models_that_only_resemble_a_llama_are_not_fused(architecture):
-    """Such as a model that scales its queries from position 64 on."""
-    assert re.search(LOOKALIKES[architecture][1], Graphs(lookalike(architecture)).why_not_fused)
+    """Such as a model that scales its queries from position 64 on. EXAONE 4 lacks the norms of fused steps, too."""
+    reason = f"{LOOKALIKES[architecture][1]}|reads its input without a norm"
+    assert re.search(reason, Graphs(lookalike(architecture)).why_not_fused)
 
 
 def test_generate_writes_what_transformers_writes(tiny, tokens):
