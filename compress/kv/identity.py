@@ -109,12 +109,14 @@ def _difference(found: Tensor, wanted: Tensor, routed: bool) -> float:
     """The largest difference of the logits of a position, relative to their size without their mean.
 
     Args:
-        routed: a router chooses experts, and rounding may make it choose others for a token: the usual difference in
-            the prompt, and the smallest behind it.
+        routed: a router chooses experts, and rounding may make it choose others for a token. The result is then the
+            median over the prompt's tokens, or the smallest over the tokens behind it, whichever is larger.
     """
     found, wanted = (x.float() - x.float().mean(-1, keepdim=True) for x in (found, wanted))
     each = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-20)
-    return float(max(each[:, :PROMPT].median(), each[:, PROMPT:].min()) if routed else each.max())
+    if not routed:
+        return float(each.max())
+    return float(torch.maximum(each[:, :PROMPT].median(), each[:, PROMPT:].min()))  # NaN if a token has NaN
 
 
 def small_copy(config: PreTrainedConfig) -> nn.Module | None:

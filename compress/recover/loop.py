@@ -160,10 +160,8 @@ class Loop:
     def _fit(self, seconds: float) -> None:
         """Set the number of updates of this many seconds that the budget of minutes allows."""
         left = 60 * self.schedule.minutes - self.schedule.spent - self.state.seconds
-        updates, score = (
-            left / seconds,
-            self.state.curve[0].seconds / seconds,
-        )  # that of the held-out windows, in updates
+        updates = left / seconds
+        score = self.state.curve[0].seconds / seconds  # the time of a score of the held-out windows, in updates
         self.state.checks = min(CHECKS, max(2, int(SCORING * updates / score)))
         fitting = self.state.step + int(updates - score * self.state.checks)
         self.state.steps = max(self.state.step, min(self.schedule.steps, fitting))

@@ -69,9 +69,10 @@ class Teacher:
             seconds: the time after which no further window is begun; 0: all are written.
         """
         ranks, device, count = current(), device_of(model), len(windows)
-        first, before = ranks.from_first(self._already(len(windows)) if self.store else None)
-        if first > len(windows):
+        already = ranks.from_first(self._already(len(windows)) if self.store else None)
+        if already is None:
             return
+        first, before = already
         start = time.perf_counter() - before
         at_head = AtHead(model)
         rows = positions(model.get_input_embeddings().num_embeddings)
@@ -92,11 +93,10 @@ class Teacher:
         if self.store:
             self.store.put(len(windows), {}, {"windows": count, "seconds": time.perf_counter() - start})
 
-    def _already(self, windows: int) -> tuple[int, float]:
-        """How many windows are on disk, and the seconds that it took; one more than there are if no further one is to
-        be written."""
+    def _already(self, windows: int) -> tuple[int, float] | None:
+        """How many windows are on disk, and the seconds that they took; None if no further one is to be written."""
         if self.store.about(windows) is not None:
-            return windows + 1, 0.0
+            return None
         first = self.store.finished(windows)
         return first, self.store.about(first - 1)["seconds"] if first else 0.0
 

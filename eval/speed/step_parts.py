@@ -46,10 +46,10 @@ def time_parts(
         if not isinstance(one, Attention):
             weights = weights_in(one)
             name, size = PARTS[one.writes], sum(map(_bytes, weights))
-            if isinstance(one, Experts | Mixture):  # those that the tokens of a step choose, if they differ
-                size *= min(
-                    1.0, one.chosen * step.program.tokens / len(one.gates if isinstance(one, Experts) else weights)
-                )
+            if isinstance(one, Experts | Mixture):  # of the experts that the tokens of a step choose, if they differ
+                first = isinstance(one, Experts)
+                chosen, experts = (one.choice.count, len(one.gates)) if first else (one.chosen, len(weights))
+                size *= min(1.0, chosen * step.program.tokens / experts)
             kernels = {OPS.get(type(w.stored), "linear") for w in weights}
         else:
             name, kernels = ATTENTION, {"kv_decode"}

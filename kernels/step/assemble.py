@@ -209,16 +209,14 @@ def _mixture(block: DecoderBlock, m: MixtureOfExperts, pending: Pending) -> Iter
     router = Weight(m.router), *weights([] if m.shared_gate is None else [m.shared_gate], "shared_gate")
     yield Products("residual", "router", router, before=block.before_mlp, added=pending.name, after=pending.norm)
     first = weights(m.gates, "experts' gate"), weights(m.ups, "experts' up")
-    yield Experts(
-        "router", "chosen", *first, block.activation, m.chosen, m.sigmoid, m.rounded, m.whole, m.factor, m.bias
-    )
+    yield Experts("router", "chosen", *first, block.activation, m.choice)
     shared = None
     if m.shared is not None:
         both, shared = weights(m.shared[:2], "shared gate and up"), "shared down"
         yield Products("residual", "shared", both, block.activation, before=block.before_mlp)
         yield Products("shared", shared, weights(m.shared[2:], "shared down"))
     gate = None if m.shared_gate is None else "router"
-    yield Mixture("chosen", "experts", weights(m.downs, "experts' down"), m.chosen, shared, gate)
+    yield Mixture("chosen", "experts", weights(m.downs, "experts' down"), m.choice.count, shared, gate)
 
 
 def _attention(decoder: Decoder, block: DecoderBlock, room: LayerRoom | None) -> Attention | CacheAttention:

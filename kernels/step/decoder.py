@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from kernels import native
-from kernels.step.program import Norm
+from kernels.step.program import Choice, Norm
 
 PARTS = {"self_attn", "mlp"}
 # Names of the norms of a block: before attention, of its result, before the MLP, and of its result, or None.
@@ -93,23 +93,17 @@ def together(linears: Sequence[nn.Module]) -> nn.Module | None:
 class MixtureOfExperts:
     """MLPs of which a router chooses some for each token; their results are added up with the experts' shares.
 
-    module: the model's own, which does all of it. router: [experts, hidden], in the model's dtype. gates, ups, downs:
-    linears of the experts. chosen, sigmoid, rounded, whole, factor, bias: as in `program.Experts`.
-    shared: gate, up and down of an MLP that is added for all tokens, or None. shared_gate: a linear of one output,
-    whose sigmoid is the share of that MLP; None: 1.
+    module: the model's own, which does all of it. router: [experts, hidden], in the model's dtype. choice: its rule.
+    gates, ups, downs: linears of the experts. shared: gate, up and down of an MLP that is added for all tokens, or
+    None. shared_gate: a linear of one output, whose sigmoid is the share of that MLP; None: 1.
     """
 
     module: nn.Module
     router: Tensor
+    choice: Choice
     gates: tuple[nn.Module, ...]
     ups: tuple[nn.Module, ...]
     downs: tuple[nn.Module, ...]
-    chosen: int
-    sigmoid: bool
-    rounded: bool
-    whole: bool
-    factor: float
-    bias: Tensor | None
     shared: tuple[nn.Module, nn.Module, nn.Module] | None = None
     shared_gate: nn.Module | None = None
 
@@ -120,12 +114,7 @@ class MixtureOfExperts:
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of tokens x [tokens, hidden] and their shares, [tokens, chosen]."""
-        logits = F.linear(x.float(), self.router.float())
-        logits = logits.to(x.dtype).float() if self.rounded else logits
-        shares = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
-        chosen = (shares if self.bias is None else shares + self.bias).topk(self.chosen, dim=-1).indices
-        shares = shares.gather(-1, chosen)
-        return chosen, self.factor * (shares / shares.sum(-1, keepdim=True) if self.whole else shares)
+        return self.choice(F.linear(x.float(), self.router.float()), x.dtype)
 
 
 @dataclass(frozen=True)
@@ -475,11 +464,10 @@ def _mixture(mlp: nn.Module, name: str, dtype: torch.dtype) -> MixtureOfExperts:
             raise NotNative(f"{name}'s shared MLP has another activation")
     tensors = itertools.chain(mlp.named_parameters(), mlp.named_buffers())
     bias = next((tensor.detach().float().flatten() for n, tensor in tensors if n.rpartition(".")[2] == BIAS), None)
+    gates, ups = zip(*halves, strict=True)
     made = MixtureOfExperts(
-        mlp, W.detach(), *(tuple(half[i] for half in halves) for i in range(2)), tuple(downs), chosen=1, sigmoid=False,
-        rounded=True, whole=False, factor=1.0, bias=bias,
-        shared=shared, shared_gate=getattr(mlp, SHARED_GATE, None),
-    )  # fmt: skip
+        mlp, W.detach(), Choice(1, bias=bias), gates, ups, tuple(downs), shared, getattr(mlp, SHARED_GATE, None)
+    )
     return _as_its_module_chooses(made, experts, name, dtype)
 
 
@@ -516,11 +504,9 @@ def _as_its_module_chooses(
         raise NotNative(f"{name} calls its experts in another way")
     _, chosen, shares = given[0]
     factors = {1.0, *(float(getattr(m, FACTOR, 1.0) or 1.0) for m in mixture.module.modules())}
-    biases = {id(bias): bias for bias in (mixture.bias, None)}.values()
-    names, either = ("sigmoid", "whole", "rounded", "factor", "bias"), (False, True)
-    values = itertools.product(either, either[::-1], either[::-1], factors, biases)
-    of_all = replace(mixture, chosen=chosen.shape[1])
-    rules = [replace(of_all, **dict(zip(names, one, strict=True))) for one in values]
+    biases = {id(bias): bias for bias in (mixture.choice.bias, None)}.values()
+    values = itertools.product((False, True), (True, False), (True, False), factors, biases)
+    rules = [replace(mixture, choice=Choice(chosen.shape[1], *one)) for one in values]
     apart = [_apart(rule.choose(x), (chosen, shares.float())) for rule in rules]
     found = rules[apart.index(min(apart))]
     if not (min(apart) < ALIKE and _relative(_mixed(found, x), wanted) < ALIKE):
@@ -571,14 +557,21 @@ def _kind(attention: nn.Module, several: bool, config: Any) -> str | None:
         return UNTURNED
     if not several:
         return None
-    named = (getattr(attention, n) for n in KINDS if hasattr(attention, n))
-    return next(named, config.layer_types[attention.layer_idx])
+    for name in KINDS:
+        if hasattr(attention, name):
+            return getattr(attention, name)
+    if (kinds := getattr(config, "layer_types", None)) is None or attention.layer_idx >= len(kinds):
+        raise NotNative("a layer does not say which rotary tables it takes")
+    return kinds[attention.layer_idx]
 
 
 def _turns_neighbours(attention: nn.Module) -> bool:
     """Does a layer rotate channels in pairs of neighbours, by the function of its module?"""
-    rotate = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
-    return rotate is not None and rotate(torch.arange(4.0)).tolist() == [-1, 0, -3, 2]
+    rotate = getattr(sys.modules.get(type(attention).__module__), "rotate_half", None)
+    try:
+        return rotate is not None and rotate(torch.arange(4.0)).tolist() == [-1, 0, -3, 2]
+    except Exception:  # a function of another kind: queries and keys are compared with the model's in any case
+        return False
 
 
 def _children(module: nn.Module) -> set[str]:

@@ -182,10 +182,10 @@ class DecodeStep:
         return self._buffers.setdefault(name, len(self._buffers))
 
     def _experts(self, e: Experts) -> None:
-        sizes = [self._buffers[e.reads], self._buffer(e.writes), e.chosen, e.sigmoid, e.rounded, e.whole]
-        sizes.append(ACTIVATIONS.index(e.activation))
+        rule, sizes = e.choice, [self._buffers[e.reads], self._buffer(e.writes)]
+        sizes += [rule.count, rule.sigmoid, rule.rounded, rule.whole, ACTIVATIONS.index(e.activation)]
         gates, others = ([self._weight(w) for w in weights] for weights in (e.gates, e.others))
-        self._native.experts(sizes, gates, others, e.factor, e.bias)
+        self._native.experts(sizes, gates, others, rule.factor, rule.bias)
 
     def _mixture(self, m: Mixture) -> None:
         more = (-1 if name is None else self._buffers[name] for name in (m.added, m.gate))

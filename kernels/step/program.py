@@ -172,16 +172,39 @@ class Products:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """The rule by which a router chooses `count` experts for each token.
+
+    sigmoid: an expert's share is the sigmoid of its logit; or the softmax. rounded: logits are rounded to 16 bits.
+    whole: the shares of the chosen experts are divided by their sum. factor: of the shares. bias: float32 [experts],
+    added to the shares for the choice alone, or None.
+    """
+
+    count: int
+    sigmoid: bool = False
+    rounded: bool = True
+    whole: bool = True
+    factor: float = 1.0
+    bias: Tensor | None = None
+
+    def __call__(self, logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The chosen experts, int64, and their shares, both [tokens, count], for float32 logits [tokens, experts] of a
+        model in this dtype."""
+        logits = logits.to(dtype).float() if self.rounded else logits
+        shares = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
+        chosen = (shares if self.bias is None else shares + self.bias).topk(self.count, dim=-1).indices
+        shares = shares.gather(-1, chosen)
+        return chosen, self.factor * (shares / shares.sum(-1, keepdim=True) if self.whole else shares)
+
+
+@dataclass(frozen=True)
 class Experts:
-    """The choice of some experts of a mixture for each token, and the gated products of the token with these: `chosen`
-    results [tokens, chosen, out], activation(first product) * second product.
+    """The choice of some experts of a mixture for each token, and the gated products of the token with these: as many
+    results as are chosen, [tokens, chosen, out], activation(first product) * second product.
 
     It follows the product of the router with the same input.
 
     reads: the name of the router's logits [tokens, experts]. gates, others: a weight of each expert.
-    sigmoid: an expert's share is the sigmoid of its logit; or the softmax. rounded: logits are rounded to 16 bits.
-    bias: float32 [experts], added to the shares for the choice alone, or None. whole: the shares of the chosen experts
-        are divided by their sum. factor: of the shares.
     """
 
     reads: str
@@ -189,12 +212,7 @@ class Experts:
     gates: tuple[Weight, ...]
     others: tuple[Weight, ...]
     activation: Literal["silu", "gelu_tanh", "relu"]
-    chosen: int
-    sigmoid: bool = False
-    rounded: bool = True
-    whole: bool = True
-    factor: float = 1.0
-    bias: Tensor | None = None
+    choice: Choice
 
 
 @dataclass(frozen=True)

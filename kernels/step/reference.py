@@ -37,7 +37,8 @@ def decode_step(
             attended = _attend(one, results[one.reads], position, rounded)
             continue
         if isinstance(one, Experts):  # x is the router's input
-            shares = _shares(one, results[one.reads][0], rounded)
+            chosen, of_chosen = one.choice(results[one.reads][0], dtype)
+            shares = list(zip(chosen.tolist(), of_chosen, strict=True))
             results[one.writes] = [_of_experts(one, rounded(x[[t]]), chosen) for t, (chosen, _) in enumerate(shares)]
             continue
         if isinstance(one, Mixture):
@@ -63,16 +64,6 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
 def _products(p: Products, x: Tensor) -> list[Tensor]:
     y = [_met(w, x) @ w.dequantize().t() + (0 if w.bias is None else w.bias) for w in p.weights]
     return [ACTIVATION[p.activation](y[0]) * y[1]] if p.activation else y
-
-
-def _shares(e: Experts, logits: Tensor, rounded) -> list[tuple[list[int], Tensor]]:
-    """For each token, the chosen experts and their shares."""
-    logits = rounded(logits) if e.rounded else logits
-    shares = logits.sigmoid() if e.sigmoid else logits.softmax(-1)
-    chosen = (shares if e.bias is None else shares + e.bias).topk(e.chosen, dim=-1).indices
-    of_chosen = e.factor * shares.gather(-1, chosen)
-    of_chosen = of_chosen / shares.gather(-1, chosen).sum(-1, keepdim=True) if e.whole else of_chosen
-    return list(zip(chosen.tolist(), of_chosen, strict=True))
 
 
 def _of_experts(e: Experts, x: Tensor, chosen: list[int]) -> Tensor:

@@ -147,7 +147,7 @@ def test_the_choice_of_experts_has_its_bias(tiny, architecture):
     expected = logits(model, ids)
     accelerate(model)
     assert "steps in one call of C++" in repr(model.acceleration)
-    assert all(block.mixture.bias is not None for block in recognise(model).blocks if block.mixture)
+    assert all(block.mixture.choice.bias is not None for block in recognise(model).blocks if block.mixture)
     found = logits(model, ids)
     assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).median() < 0.05
 

@@ -17,7 +17,7 @@ from kernels.sparse_matmul import skips_zeros
 from kernels.sparse_matmul.cases import sparse_rows
 from kernels.step import Attention, DecodeStep, InputChange, Norm, Products, Program, Weight
 from kernels.step.cache_view import CacheView
-from kernels.step.program import CacheAttention, Experts, Mixture
+from kernels.step.program import CacheAttention, Choice, Experts, Mixture
 from kernels.step.reference import decode_step
 from kernels.trellis_matmul import UNIT, Trellis, length_for
 from kernels.w8a8_matmul import W8
@@ -124,7 +124,7 @@ def mixture(made, before: Norm, hidden: int, mlp: int, count: int, chosen: int, 
     first = several("gate", half, hidden), several("mlp", half, hidden)
     found = [
         Products("residual", "router", tuple(router), before=before, added="o"),
-        Experts("router", "chosen", *first, "silu", chosen, **how),
+        Experts("router", "chosen", *first, "silu", Choice(chosen, **how)),
     ]
     if shared:
         both = made("shared", mlp, hidden), made("shared", mlp, hidden)
