@@ -31,7 +31,7 @@ class Dropped(nn.Module):
     def __init__(self, outputs: int = 0, layer_idx: int | None = None, identity: bool = False) -> None:
         super().__init__()
         self.outputs, self.layer_idx, self.identity = outputs, layer_idx, identity
-        self.adds_nothing = not identity  # `kernels.step.decoder.ADDS_NOTHING`
+        self.adds_nothing = not identity  # `kernels.step.recognition.recognise.ADDS_NOTHING`
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]

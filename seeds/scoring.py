@@ -24,6 +24,7 @@ from compress.formats import SignStack
 from compress.inputs.calibration import beginning, calibration
 from compress.linear import compressed_linears, sharing_copy
 from compress.method import settle
+from compress.plan import check_recipe
 from compress.recipe import parse_recipe
 from eval.machine.size import size
 from eval.run_record import provenance
@@ -80,8 +81,12 @@ class ScoringBench:
     def __init__(self, given: argparse.Namespace, record: ScoringRecord) -> None:
         self.given, self.record = given, record
         self.baseline, self.tokenizer = load_model(given.model)
+        for recipe in given.recipes:
+            check_recipe(parse_recipe(recipe), self.baseline)
         record.rows.setdefault(BASELINE, ScoredRow(stored_bytes(self.baseline)))
         self.others = {name_of(path): path for path in given.others}
+        if len(self.others) < len(given.others):
+            raise ValueError(f"`--others` (={[*map(str, given.others)]}) must have different names: {[*self.others]}")
         self.seconds: dict[str, float | None] = {}  # that each recipe of this run took
         self.sized: dict[str, tuple[str, float]] = {}  # recipe and megabytes of the rows that are a model made smaller
 

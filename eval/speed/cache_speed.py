@@ -29,9 +29,10 @@ from kernels.clock import clock
 from kernels.huge_pages import in_huge_pages
 from kernels.registry import recording
 from kernels.step.assemble import CHECKED
-from kernels.step.decoder import NotNative, recognise
 from kernels.step.in_parts import StepInParts
-from kernels.step.likeness import LEAST, difference
+from kernels.step.recognition.likeness import LEAST, difference
+from kernels.step.recognition.parts import NotNative
+from kernels.step.recognition.recognise import recognise
 from kernels.support.errors import check_positive
 
 FULL = "full"

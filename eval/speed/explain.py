@@ -14,8 +14,9 @@ from eval.speed.device_lock import undisturbed
 from eval.speed.speed import TimedModel, contestants, make, make_ready, measure_speed
 from kernels.harness import roofline
 from kernels.step.assemble import OPS, weight_of
-from kernels.step.decoder import Decoder, NotNative
 from kernels.step.forward import REST, Laps, NativePrompt
+from kernels.step.recognition.decoder import Decoder
+from kernels.step.recognition.parts import NotNative
 from kernels.support.positions import positions
 
 NEW_TOKENS = 32

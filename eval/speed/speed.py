@@ -43,10 +43,11 @@ from kernels.registry import recording
 from kernels.step.accelerate import accelerate_by
 from kernels.step.assemble import NativeStep, native_step
 from kernels.step.cache import static_cache
-from kernels.step.decoder import ACCELERATION, NotNative, knows
 from kernels.step.forward import NativePrompt, native_prompt
 from kernels.step.gpu.accelerate import accelerate_by_graphs
 from kernels.step.gpu.graphs import Graphs
+from kernels.step.recognition.parts import NotNative
+from kernels.step.recognition.recognise import ACCELERATION, knows
 from kernels.support.deploy import deployed
 from kernels.support.errors import check_positive, first_line
 from kernels.support.positions import positions

@@ -19,12 +19,14 @@ from kernels import native
 from kernels.huge_pages import in_huge_pages
 from kernels.step.assemble import NativeStep, native_step, step_of
 from kernels.step.cache import AttendingCache, LayerRoom, LentRooms, RoomyLayer, roomy, static_cache
-from kernels.step.decoder import ACCELERATION, Decoder, NotNative, recognise, state_of
 from kernels.step.forward import DecoderForward, NativePrompt, native_prompt
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.in_parts import StepInParts
 from kernels.step.native import MOST_IN_SEQUENCE, MOST_TOKENS
 from kernels.step.outputs import check_outputs
+from kernels.step.recognition.decoder import Decoder
+from kernels.step.recognition.parts import NotNative
+from kernels.step.recognition.recognise import ACCELERATION, recognise, state_of
 from kernels.step.writing.generate import check_vocabulary, generate
 from kernels.step.writing.guesses import DraftPace
 from kernels.support.deploy import cast

@@ -16,8 +16,6 @@ from kernels.lut_matmul import Codebook
 from kernels.registry import recording
 from kernels.sparse_matmul import SparseRows
 from kernels.step.cache import LayerRoom, rooms_of
-from kernels.step.decoder import STREAM, Decoder, DecoderBlock, MixtureOfExperts, NotNative, Rows, recognise
-from kernels.step.likeness import check_likeness, check_logits, difference, shaken
 from kernels.step.native import DecodeStep, why_not
 from kernels.step.program import (
     Attention,
@@ -30,6 +28,11 @@ from kernels.step.program import (
     Program,
     Weight,
 )
+from kernels.step.recognition.decoder import Decoder, DecoderBlock
+from kernels.step.recognition.likeness import check_likeness, check_logits, difference, shaken
+from kernels.step.recognition.mixture import MixtureOfExperts
+from kernels.step.recognition.parts import NotNative, Rows
+from kernels.step.recognition.recognise import STREAM, recognise
 from kernels.trellis_matmul import Trellis
 from kernels.w8a8_matmul import W8
 

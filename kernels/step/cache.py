@@ -16,7 +16,8 @@ from transformers.cache_utils import (
 
 from kernels.step.between import turn_and_store
 from kernels.step.cache_view import CacheView, StoredLayer
-from kernels.step.decoder import Decoder, DecoderBlock, NotNative
+from kernels.step.recognition.decoder import Decoder, DecoderBlock
+from kernels.step.recognition.parts import NotNative
 
 SPARE = 256  # free positions that a cache is given after those in use
 LARGER = 1.5  # factor by which a full cache grows

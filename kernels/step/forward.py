@@ -23,10 +23,12 @@ from kernels.prompt_attention import faster_than_torch, prompt_attention
 from kernels.registry import ran, recording
 from kernels.step.between import add_norm, gated, turn_and_store
 from kernels.step.cache import AttendingCache, LayerRoom, attend_by_cache, rooms_of
-from kernels.step.decoder import Decoder, DecoderBlock, NotNative, recognise, together
 from kernels.step.joined import Joined, joined
-from kernels.step.likeness import check_likeness, check_logits, difference, shaken
 from kernels.step.program import Norm
+from kernels.step.recognition.decoder import Decoder, DecoderBlock
+from kernels.step.recognition.likeness import check_likeness, check_logits, difference, shaken
+from kernels.step.recognition.parts import NotNative, together
+from kernels.step.recognition.recognise import recognise
 
 REST = "the rest"  # sums, norms, gates and the embedding
 QUERIES = 128  # number of queries whose scores are computed at once if there is a soft cap

@@ -5,8 +5,9 @@ from torch import Tensor
 
 from kernels.step.assemble import program_of
 from kernels.step.cache import AttendingCache, attend_by_cache
-from kernels.step.decoder import Decoder, NotNative
 from kernels.step.native import DecodeStep
+from kernels.step.recognition.decoder import Decoder
+from kernels.step.recognition.parts import NotNative
 
 
 class StepInParts:

@@ -14,8 +14,8 @@ from kernels.lut_matmul import Codebook
 from kernels.registry import ran
 from kernels.sparse_matmul import SparseRows, in_tiles, products
 from kernels.step.assemble import OPS, weight_of
-from kernels.step.decoder import NotNative
 from kernels.step.program import InputChange, Weight
+from kernels.step.recognition.parts import NotNative
 from kernels.w4a8_matmul import fast, holds_integers
 from kernels.w4a8_matmul.groups import decoded_once
 from kernels.w8a8_matmul import W8

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from kernels.step.cache import LayerRoom
-from kernels.step.decoder import Decoder, DecoderBlock, NotNative
 from kernels.step.forward import DecoderForward
-from kernels.step.likeness import rounded_otherwise
 from kernels.step.program import Norm
+from kernels.step.recognition.decoder import Decoder, DecoderBlock
+from kernels.step.recognition.likeness import rounded_otherwise
+from kernels.step.recognition.parts import NotNative
 
 TOKENS = 16
 # Largest difference of a block's output, as `_difference` measures it: 3 times the one that the rounding of its input

@@ -25,6 +25,7 @@ from torch import Tensor
 
 LARGEST_LOSS = 0.3  # nats per token over the original's: 4 bits cost 0.05 to 0.2; more is a wrongly read format
 CHECKED = 4  # calibration windows
+TORCHAO_RATE = 1e-5  # of its training, if none is given
 
 
 @dataclass
@@ -102,7 +103,7 @@ def torchao(source: Path, ids: Tensor, scratch: Path, options: argparse.Namespac
     inside = lambda module, name: isinstance(module, torch.nn.Linear) and name != "lm_head"  # noqa: E731
     quantize_(model, QATConfig(weight_config=rounding, step="prepare"), filter_fn=inside)
     model.get_input_embeddings().requires_grad_(False)
-    settings = {"group_size": options.group_size, "updates": options.updates, "lr": options.lr or 1e-5, "batch": 2}
+    settings = {"group_size": options.group_size, "updates": options.updates, "lr": options.lr or TORCHAO_RATE, "batch": 2}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=settings["lr"])
     start = time.perf_counter()
     with torch.enable_grad():
@@ -254,6 +255,8 @@ def main() -> None:
     make, package = PEERS[options.tool]
     ids = torch.load(options.folder / "calibration.pt")[: options.samples]
     name = options.tool if options.tool == "openvino16" else f"{options.tool}-w{BITS}g{options.group_size}"
+    if options.tool == "torchao":
+        name += f"-lr{options.lr or TORCHAO_RATE:g}"
     scratch = options.folder / f"{name}-saved"
     shutil.rmtree(scratch, ignore_errors=True)
     with torch.no_grad():

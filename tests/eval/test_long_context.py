@@ -15,8 +15,8 @@ from eval.contexts.haystack import ContextSample, Question
 from eval.contexts.long_context import VISIBILITIES, score_long_context
 from eval.speed import cache_speed
 from eval.speed.cache_speed import measure_cache_speed
-from kernels.step.decoder import recognise
 from kernels.step.in_parts import StepInParts
+from kernels.step.recognition.recognise import recognise
 
 STREAMING, KV_INT = METHODS["streaming"], METHODS["kv_int"]
 

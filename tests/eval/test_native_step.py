@@ -11,7 +11,8 @@ from eval.speed.attention import fast_attention
 from kernels import native
 from kernels.step.assemble import native_step, program_of, rooms_of
 from kernels.step.cache import static_cache
-from kernels.step.decoder import NotNative, recognise
+from kernels.step.recognition.parts import NotNative
+from kernels.step.recognition.recognise import recognise
 
 pytestmark = pytest.mark.skipif(
     native.why_not() is not None or native.isa(torch.bfloat16) == "portable", reason="no C++ kernels here"

@@ -12,13 +12,14 @@ from compress.recipe import parse_recipe
 from kernels import native
 from kernels.registry import recording
 from kernels.step import accelerate as accelerated
-from kernels.step import decoder
 from kernels.step.accelerate import accelerate
 from kernels.step.between import add_norm, gated
-from kernels.step.decoder import NotNative, recognise
 from kernels.step.native import MOST_TOKENS
 from kernels.step.outputs import check_outputs
 from kernels.step.program import Norm
+from kernels.step.recognition import recognise as recognition
+from kernels.step.recognition.parts import NotNative
+from kernels.step.recognition.recognise import recognise
 
 pytestmark = pytest.mark.skipif(
     native.why_not() is not None or native.isa(torch.bfloat16) == "portable", reason="no C++ kernels here"
@@ -494,8 +495,8 @@ def test_models_that_only_resemble_a_llama_are_not_accelerated(architecture):
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", ["ernie4_5", "llama"])
 def test_pairs_of_channels_that_are_others_in_the_model_are_found(tiny, architecture, monkeypatch):
-    own = decoder._turns_neighbours
-    monkeypatch.setattr(decoder, "_turns_neighbours", lambda attention: not own(attention))
+    own = recognition.turns_neighbours
+    monkeypatch.setattr(recognition, "turns_neighbours", lambda attention: not own(attention))
     with pytest.warns(UserWarning, match="not accelerated: block 0 makes other queries than a Llama's.* at position 0"):
         accelerate(tiny(architecture).bfloat16())
 

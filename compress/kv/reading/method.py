@@ -96,7 +96,7 @@ class Reading(CacheMethod):
 
     def page_bounds(self, slab: Slab) -> Growing | None:
         """Bounds of the keys of every page, if pages are ranked by these alone, as in
-        `kernels.kv_decode.pages.page_list`; else None."""
+        `kernels.kv_decode.pages.page_list`, and `share` depends on the rows' lengths alone; else None."""
         return None
 
     def wanted(self, kept: Tensor) -> Tensor:

@@ -65,6 +65,7 @@ class Reader:
         # The choice of the last layer that chose, by slab: pages of every token, or a list for the kernel.
         self.last: list[Tensor] = []
         self.lists: list[Listed | Ranked] = []
+        self._pages: tuple[int, Tensor, Tensor, int] | None = None  # arguments and result of `_pages_of`
 
     def attend(
         self,
@@ -114,15 +115,23 @@ class Reader:
         if not isinstance(slab, Slab) or (edges := self.reading.page_bounds(slab)) is None:
             return None
         before = slab.length
-        wanted, most = self.reading.share(slab, before)
+        pages, most = self._pages_of(slab)
         if (lent := layer.lend()) is None:
             return None
         if edges.length * page <= before:
             edges.reserve(1)
             edges.length += 1
         slab.noted += 1
-        pages, most = (wanted + page - 1) // page, min(-(-most // page), edges.length)
-        return replace(lent, sparse=ReadPositions(edges.buffer, pages, page, most))
+        return replace(lent, sparse=ReadPositions(edges.buffer, pages, page, min(most, edges.length)))
+
+    def _pages_of(self, slab: Slab) -> tuple[Tensor, int]:
+        """The number of pages that a query reads of each row of a slab, [B, H] int64, and of any row at most. For
+        readings with page bounds, where the rows' lengths determine it, so that layers with the same rows share it."""
+        if self._pages is None or self._pages[0] != slab.length or not torch.equal(self._pages[1], slab.starts):
+            wanted, most = self.reading.share(slab, slab.length)
+            page = self.reading.page
+            self._pages = slab.length, slab.starts, (wanted + page - 1) // page, -(-most // page)
+        return self._pages[2:]
 
     def _attended(self, layer: KVLayer, q: Tensor, real: Tensor, mass: Tensor | None) -> list[LayerQuery]:
         """The attention of a layer that has read all positions and has already stored the new tokens."""

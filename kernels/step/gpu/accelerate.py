@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.step.decoder import ACCELERATION, STREAM, NotNative, attached_to, hooked, state_of
 from kernels.step.gpu.graphs import Graphs, GraphSteps
 from kernels.step.gpu.stored_steps import StoredSteps
+from kernels.step.recognition.parts import NotNative
+from kernels.step.recognition.recognise import ACCELERATION, STREAM, attached_to, hooked, state_of
 from kernels.step.writing.generate import generate
 
 

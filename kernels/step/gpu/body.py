@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from kernels.int_matmul import Packed, int_matmul
 from kernels.kv_decode import KV, kv_decode
 from kernels.step.cache import static_cache
-from kernels.step.decoder import Decoder, DecoderBlock, NotNative, together
 from kernels.step.gpu.between import add_norm, gated, turn_and_store
 from kernels.step.program import Norm
+from kernels.step.recognition.decoder import Decoder, DecoderBlock
+from kernels.step.recognition.parts import NotNative, together
 from kernels.w8a8_matmul import W8, w8a8_matmul
 
 SPARE = 2.0  # free memory needed to join weights, as a multiple of their size

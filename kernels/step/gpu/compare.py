@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kernels.step.decoder import Decoder, DecoderBlock, NotNative
 from kernels.step.gpu.between import add_norm, turn_and_store
 from kernels.step.gpu.body import FusedBody, Joined
-from kernels.step.likeness import check_likeness
 from kernels.step.outputs import TOKENS, check_outputs
+from kernels.step.recognition.decoder import Decoder, DecoderBlock
+from kernels.step.recognition.likeness import check_likeness
+from kernels.step.recognition.parts import NotNative
 
 
 @torch.no_grad()

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kernels.step.decoder import Decoder, NotNative, recognise
 from kernels.step.gpu import sizes
 from kernels.step.gpu.body import FusedBody, Joined, OwnBody, largest
 from kernels.step.gpu.compare import check_fused
 from kernels.step.gpu.stored import Room, StoredBody
+from kernels.step.recognition.decoder import Decoder
+from kernels.step.recognition.parts import NotNative
+from kernels.step.recognition.recognise import recognise
 from kernels.step.writing.generate import Calls
 from kernels.support.capture import capturing
 from kernels.support.errors import kind_and_first_line

@@ -11,10 +11,11 @@ from kernels.capability import too_old
 from kernels.hadamard import hadamard_blocks
 from kernels.kv_decode import KV, kv_decode
 from kernels.step.cache_view import StoredForm, StoredLayer
-from kernels.step.decoder import DecoderBlock, NotNative
 from kernels.step.gpu import sizes
 from kernels.step.gpu.between import turn_and_store
 from kernels.step.gpu.body import FusedBody
+from kernels.step.recognition.decoder import DecoderBlock
+from kernels.step.recognition.parts import NotNative
 
 ALIGNED = 4  # numbers of 16 bytes, to which Triton fits its loads
 

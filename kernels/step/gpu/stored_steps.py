@@ -8,10 +8,10 @@ from torch import Tensor
 
 from kernels.step.cache import StoringCache
 from kernels.step.cache_view import StoredLayer
-from kernels.step.decoder import NotNative
 from kernels.step.gpu import sizes
 from kernels.step.gpu.graphs import Graphs, GraphStep, copy_in, copy_out
 from kernels.step.gpu.stored import Room
+from kernels.step.recognition.parts import NotNative
 from kernels.step.writing.generate import Calls
 
 

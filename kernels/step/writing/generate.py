@@ -30,8 +30,8 @@ from transformers.generation import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from kernels.step.decoder import changes_at
 from kernels.step.native import MOST_IN_SEQUENCE
+from kernels.step.recognition.recognise import changes_at
 from kernels.step.writing.guesses import Draft, DraftPace, Guesser, LookupOrDraft, PromptLookup
 from kernels.step.writing.sampling import SamplingChoice, choice_of
 

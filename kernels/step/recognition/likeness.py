@@ -17,7 +17,8 @@ from transformers.masking_utils import sdpa_mask
 
 from kernels import native
 from kernels.step.between import turn_and_store
-from kernels.step.decoder import Decoder, DecoderBlock, NotNative
+from kernels.step.recognition.decoder import Decoder, DecoderBlock
+from kernels.step.recognition.parts import NotNative
 
 NAME = "workbench_look"
 TOKENS = 16

@@ -1,0 +1,1 @@
+"""What a transformers decoder consists of, found by inspection."""
