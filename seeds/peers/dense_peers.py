@@ -103,8 +103,9 @@ def torchao(source: Path, ids: Tensor, scratch: Path, options: argparse.Namespac
     inside = lambda module, name: isinstance(module, torch.nn.Linear) and name != "lm_head"  # noqa: E731
     quantize_(model, QATConfig(weight_config=rounding, step="prepare"), filter_fn=inside)
     model.get_input_embeddings().requires_grad_(False)
-    settings = {"group_size": options.group_size, "updates": options.updates, "lr": options.lr or TORCHAO_RATE, "batch": 2}
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=settings["lr"])
+    rate = options.lr or TORCHAO_RATE
+    settings = {"group_size": options.group_size, "updates": options.updates, "lr": rate, "batch": 2}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
     start = time.perf_counter()
     with torch.enable_grad():
         for at in range(0, 2 * options.updates, 2):
