@@ -11,13 +11,11 @@ cache's bytes that one token fetches from elsewhere, as counted in a step of its
 
 import argparse
 import copy
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from scoring import command
+from scoring import write_rows
 from torch import Tensor, nn
 
 from compress import load_model
@@ -27,8 +25,6 @@ from compress.kv.attach import slots_of
 from compress.kv.tiers import tiers
 from compress.method import Method
 from compress.recipe import parse_recipes
-from eval.record.files import write_whole
-from eval.run_record import provenance
 
 
 def windows(tokenizer, corpus: str, tokens: int, count: int) -> list[Tensor]:
@@ -106,10 +102,7 @@ def main() -> None:
         rows[name]["kl_of_texts"] = kl.tolist()
         elsewhere = f", near {near:.3f}, fetched a token {fetched:.4f}" if fetched else ""
         print(f"{name:<50} KL {kl.mean():.4f} (standard error {error or 0:.4f}), bytes {held:.3f}{elsewhere}")
-    if options.out:
-        made_by = provenance(command(), "cpu", "float32", "float32")
-        made = {"settings": vars(options), "provenance": made_by, "rows": rows}
-        write_whole(json.dumps(made, indent=1) + "\n", Path(options.out))
+    write_rows(options.out, options, rows)
 
 
 if __name__ == "__main__":

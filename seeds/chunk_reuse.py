@@ -18,6 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from scoring import write_rows
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -114,10 +115,17 @@ def main() -> None:
     parser.add_argument("--question-tokens", type=int, default=64)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.05, 0.15, 0.3])
     parser.add_argument("--write", type=Path, help="file for the note")
+    parser.add_argument("--out", help="JSON to write")
     given = parser.parse_args()
     with torch.no_grad():
-        text = table(measure(given))
+        found = measure(given)
+    text = table(found)
     print(text)
+    rows = {
+        f"{reading}, {share:g} by {choose}": {name: statistics.mean(values) for name, values in row.items()}
+        for (reading, choose, share), row in found.items()
+    }
+    write_rows(given.out, given, rows)
     if given.write:
         about = f"{given.chunks} chunks of {given.chunk_tokens} tokens, then {given.question_tokens}; {given.text}"
         lines = [

@@ -11,6 +11,7 @@ counts with both.
 import argparse
 
 import torch
+from scoring import write_rows
 from torch import Tensor, nn
 
 from compress import held_out, load_model
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--text", default="wikitext2")
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--windows", type=int, default=2, help="to score")
+    parser.add_argument("--out", help="JSON to write")
     given = parser.parse_args()
     model, tokenizer = load_model(given.model)
     cases: dict[str, dict] = {op: {"ops": (op,)} for op in OPS}
@@ -60,9 +62,12 @@ def main() -> None:
     perplexities, divergences = compare_on_text(model, models, held_out(tokenizer, corpus=given.text), **how)
     print("| bits | operation | perplexity | KL |\n| ---: | --- | ---: | ---: |")
     print(f"| – | none | {perplexities['baseline'].value:.2f} | – |")
+    rows: dict[str, dict] = {"none": {"perplexity": perplexities["baseline"].value}}
     for name, divergence in divergences.items():
         error = "" if divergence.kl_stderr is None else f" ± {divergence.kl_stderr:.4f}"  # one window has none
         print(f"| {name} | {perplexities[name].value:,.2f} | {divergence.kl:.4f}{error} |")
+        rows[name.replace(" |", " bits,")] = {"perplexity": perplexities[name].value, "kl": divergence.kl}
+    write_rows(given.out, given, rows)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from compress.method import settle
 from compress.plan import check_recipe
 from compress.recipe import parse_recipe
 from eval.machine.size import size
+from eval.record.files import write_whole
 from eval.run_record import provenance
 from eval.speed.speed import contestants, measure_speed, quartiles
 from eval.tasks.tasks import answer_tasks
@@ -313,6 +314,14 @@ def run(given: argparse.Namespace) -> ScoringRecord:
     with torch.no_grad():
         measure(given, record)
     return record
+
+
+def write_rows(path: Path | str | None, settings: argparse.Namespace, rows: dict) -> None:
+    """Write a script's rows with its options and its environment as JSON, if there is a file to write."""
+    if path:
+        shown = {key: str(value) if isinstance(value, Path) else value for key, value in vars(settings).items()}
+        made = {"settings": shown, "provenance": provenance(command(), "cpu", "float32", "float32"), "rows": rows}
+        write_whole(json.dumps(made, indent=1) + "\n", Path(path))
 
 
 def command() -> str:

@@ -8,6 +8,9 @@ float64, in which pychop takes logarithms without error. Its formats keep their 
 754 does, so that ours are made to do the same; what is larger than the largest number is left out.
 """
 
+import json
+from importlib.metadata import version
+
 import torch
 from pychop import Chop
 
@@ -27,6 +30,7 @@ def differing(exponent: int, mantissa: int, rounding: str, x: torch.Tensor) -> t
 
 def main() -> None:
     torch.manual_seed(0)
+    rows = []
     for exponent, mantissa in FORMATS:
         reach = 1 << (exponent - 1)
         x = (
@@ -36,6 +40,9 @@ def main() -> None:
         for rounding in ROUNDINGS:
             wrong, count = differing(exponent, mantissa, rounding, x)
             print(f"e{exponent}m{mantissa} {rounding:8} {wrong} of {count} differ")
+            rows.append({"format": f"e{exponent}m{mantissa}", "rounding": rounding, "differ": wrong, "of": count})
+    differ, compared = (sum(row[key] for row in rows) for key in ("differ", "of"))
+    print(json.dumps({"pychop": version("pychop"), "differ": differ, "of": compared, "rows": rows}))
 
 
 if __name__ == "__main__":
