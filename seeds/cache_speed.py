@@ -5,8 +5,8 @@
 
 Three measurements, each in turns:
 
-1. Decoding, and the attention alone, behind `--contexts` tokens of random numbers: the embedded model, and one layer of
-   Llama-3-8B's shape with random weights. Beside them torch's own attention, and llama.cpp with `--file`.
+1. Decoding, and the attention within a step, behind `--contexts` tokens of random numbers: the embedded model, and one
+   layer of Llama-3-8B's shape with random weights. Beside them torch's own attention, and llama.cpp with `--file`.
 2. The attention behind `--tokens` tokens of a real text where heads keep different numbers of positions (`ada`,
    `global`), against the same budget shared out evenly.
 3. A prompt of `--read-tokens` read with each policy attached, against the prompt alone, by the accelerated model.
@@ -72,7 +72,7 @@ def layer_of_8b() -> nn.Module:
 
 
 def behind(model: nn.Module, contexts: Sequence[int], recipes: Sequence[str], given: argparse.Namespace) -> dict:
-    """Seconds per token, of the whole model and of the attention alone, by variant and context."""
+    """Seconds per token, of the whole model and of its attention, by variant and context."""
     variants = {
         name: lambda text=text: FilledCache(model, max(contexts), *slots(text))
         for name, text in ((FULL, ""), *((recipe, recipe) for recipe in recipes))

@@ -1,12 +1,14 @@
 """The speed at which a model decodes after contexts of several lengths, with different compressed caches.
 
 Every variant, including the full 16-bit cache, is timed in turns with the same kernel and the same native step
-(`kernels/step`), or by the model's own code if there is no native step for it, as in `generate`. The baseline of
-attention is the faster of two: the kernel on a full cache, and torch's attention on its keys with the heads that share
-keys folded into rows.
+(`kernels/step`), or by the model's own code if there is no native step for it, as in `generate`. A native step's
+attention lasts from the end of one product to the beginning of the next, with the rotation and storage of the new keys,
+and with what the cache decides. The baseline of attention is the faster of two: a full cache, and torch's attention on
+its keys with the heads that share keys folded into rows.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +60,7 @@ def measure_cache_speed(
     new_tokens: int = 8,
     rounds: int = 5,
 ) -> CacheSpeed:
-    """Time decoding after every context, and attention alone.
+    """Time decoding after every context, and attention: within the native step, or alone if there is none.
 
     Args:
         model: a decoder that takes such caches as `past_key_values`, in the dtype in which it is deployed.
@@ -123,13 +125,15 @@ class _Made:
 
     model: nn.Module
     caches: dict[str, TimedCache]
-    steps: dict[str, Step]
+    steps: dict[str, Step | StepInParts]
     new_tokens: int
 
     def times(self, name: str, context: int) -> tuple[float, float]:
-        """Tokens per second of the whole model, and seconds of its attention alone."""
-        cache, device = self.caches[name], self.model.device
-        speed = 1 / _decode(self.steps[name], cache, context, self.new_tokens, device)
+        """Tokens per second of the whole model, and seconds of its attention."""
+        cache, step = self.caches[name], self.steps[name]
+        if isinstance(step, StepInParts):
+            return _decode_in_parts(step, cache, context, self.new_tokens)
+        speed = 1 / _decode(step, cache, context, self.new_tokens, self.model.device)
         cache.at(context)
         return speed, _attention(self.model, cache.attend)
 
@@ -158,8 +162,9 @@ def _in_turns(
     return timed, alone
 
 
-def _native(model: nn.Module, cache: TimedCache, context: int) -> Step:
-    """One token by the native step, as in an accelerated model; some tokens' logits are compared with the model's.
+def _native(model: nn.Module, cache: TimedCache, context: int) -> StepInParts:
+    """The decoding of tokens by the native step, as in an accelerated model; some tokens' logits are compared with
+    those of the model.
 
     Raises:
         NotNative: an unknown model, or logits that differ.
@@ -175,11 +180,11 @@ def _native(model: nn.Module, cache: TimedCache, context: int) -> Step:
     # all tokens.
     if not (other := min(differences)) < LEAST:
         raise NotNative(f"its logits differ from the model's by {other:.2g} or more, and at most {LEAST} is allowed")
-    return lambda token, position: step(token, cache, position)
+    return step
 
 
-def _step(model: nn.Module, cache: TimedCache, context: int) -> tuple[Step, str]:
-    """One token by the native step, or by the model's own code; and a description of the execution."""
+def _step(model: nn.Module, cache: TimedCache, context: int) -> tuple[Step | StepInParts, str]:
+    """The decoding of tokens by the native step, or by the model's own code; and a description of the execution."""
     try:
         return _native(model, cache, context), "native step"
     except NotNative as error:
@@ -202,6 +207,19 @@ def _decode(step: Step, cache: TimedCache, context: int, count: int, device: tor
         token = step(token, position)
         seconds.append(clock(device) - start)
     return statistics.median(seconds)
+
+
+def _decode_in_parts(step: StepInParts, cache: TimedCache, context: int, count: int) -> tuple[float, float]:
+    """Tokens per second, and seconds of the attention within a step; medians of `count` tokens."""
+    of, token, seconds, attention = cache.at(context), torch.ones(1, 1, dtype=torch.long), [], []
+    for i in range(count):
+        position = torch.tensor([[context + i]])
+        step.time_attention()
+        start = time.perf_counter()
+        token = step(token, of, position)
+        seconds.append(time.perf_counter() - start)
+        attention.append(step.attention_s)
+    return 1 / statistics.median(seconds), statistics.median(attention)
 
 
 def _attention(model: nn.Module, attend: Callable[[Tensor], object]) -> float:

@@ -328,6 +328,7 @@ void DecodeStep::work_all(int shares, size_t begin, size_t end) {
   work(0, 1, shares, begin, end);
 #endif
   if (!seconds_.empty() && begin < end) seconds_[end - 1] += since(last_began_);
+  ended_ = Clock::now();
 }
 
 at::Tensor DecodeStep::chosen(int shares) const {
@@ -484,6 +485,7 @@ at::Tensor DecodeStep::go_on() {
     TORCH_CHECK(!std::holds_alternative<Attend>(stages_[at_]), "a step in parts attends to no cache of its own");
     at_++;
   }
+  if (!seconds_.empty() && begin > 0) seconds_[begin - 1] += since(ended_);
   work_all(shares_, begin, at_);
   if (at_ == stages_.size()) return chosen(shares_);
   const Handed& handed = std::get<Handed>(stages_[at_++]);

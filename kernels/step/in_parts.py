@@ -6,6 +6,7 @@ from torch import Tensor
 from kernels.step.assemble import program_of
 from kernels.step.cache import AttendingCache, attend_by_cache
 from kernels.step.native import DecodeStep
+from kernels.step.program import CacheAttention
 from kernels.step.recognition.decoder import Decoder
 from kernels.step.recognition.parts import NotNative
 
@@ -60,6 +61,17 @@ class StepInParts:
             y = attend_by_cache(cache, block, qkv, made_of, tables, positions)
             given = step.go_on(y.float().view(tokens, -1))
         return step.attend_kept(lents, tables_of, positions) if lents else given
+
+    def time_attention(self) -> None:
+        """From now on, sum up the seconds of the cache's attention in `attention_s`, from 0 on."""
+        self._step.time()
+
+    @property
+    def attention_s(self) -> float:
+        """Seconds of the attention of all blocks since `time_attention`, and of what prepares it and writes the new
+        keys and values."""
+        pairs = zip(self._step.program.instructions, self._step.seconds, strict=True)
+        return sum(seconds for one, seconds in pairs if isinstance(one, CacheAttention))
 
     @property
     def logits(self) -> Tensor:

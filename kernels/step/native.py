@@ -143,7 +143,7 @@ class DecodeStep:
     @property
     def seconds(self) -> list[float]:
         """Seconds of each instruction, in all calls since `time`, with the wait for the slowest thread; without the
-        look-up of the embedding. Empty before `time`."""
+        look-up of the embedding. A stop for a cache's attention lasts until the next part. Empty before `time`."""
         return self._native.seconds()
 
     def _weight(self, w: Weight) -> int:

@@ -98,7 +98,7 @@ def _tables(run: RunRecord) -> list[str]:
         if run.cache.speed:
             parts += [
                 "Tokens per second of the whole model behind contexts of these lengths. In brackets: how much less "
-                "time attention alone takes than on a full 16-bit cache.",
+                "time the attention takes than on a full 16-bit cache.",
                 table.cache_speed_markdown([run]),
             ]
         return parts

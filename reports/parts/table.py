@@ -228,7 +228,7 @@ def cache_speed_markdown(records: Sequence[Record]) -> str:
             ]
             for row in speed_rows(run.cache.speed)
         ]
-        head = ["tokens/s of the model (attention alone)", *(f"{c:,} tokens" for c in contexts)]
+        head = ["tokens/s of the model (attention)", *(f"{c:,} tokens" for c in contexts)]
         made.append(markdown_table(head, lines))
     return "\n".join(made)
 
