@@ -11,9 +11,10 @@ from torch.testing import assert_close
 from compress import METHODS, apply
 from compress.kv import attach, attached, detach
 from compress.kv.eviction.knorm import KNorm
+from compress.kv.layer import EXACT
 from compress.kv.reading.method import LayerQuery
 from compress.kv.reading.quest import bounds
-from compress.kv.reading.reader import choose, masked
+from compress.kv.reading.reader import Reader, choose, masked
 from compress.kv.storage import Slab, joined
 from compress.kv.timed import FilledCache
 from compress.method import settle
@@ -182,6 +183,17 @@ def test_roles_of_layers():
     roles = METHODS["quest"]().roles(4)
     assert [tuple(r) for r in roles] == [(True, False)] * 2 + [(False, True)] * 2
     assert [tuple(r) for r in METHODS["tidaldecode"](full_layers=9).roles(2)] == [(True, False)] * 2
+
+
+def test_layers_with_the_same_rows_share_the_number_of_pages():
+    """And no others do: rows that begin elsewhere, or that are longer, have numbers of their own."""
+    reader = Reader(READINGS["quest"](), [0])
+    for starts, length in (((0, 0), 40), ((0, 0), 40), ((0, 17), 40), ((0, 17), 41), ((0, 0), 40)):
+        k, v = torch.randn(2, 1, 2, length, 32)
+        slab = Slab(k, v, torch.tensor([starts]), EXACT)
+        wanted, most = reader.reading.share(slab, length)
+        pages, at_most = reader._pages_of(slab)
+        assert torch.equal(pages, (wanted + 3) // 4) and at_most == -(-most // 4)
 
 
 @pytest.mark.parametrize("allocation", ["uniform", "ada"])

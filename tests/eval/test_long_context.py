@@ -218,6 +218,10 @@ def test_the_native_step_is_timed_where_it_knows_the_model(tiny, architecture):
     with attached(model):
         found = measure_cache_speed(model, variants, [96, 300], new_tokens=3, rounds=1)
     assert set(found.execution.values()) == {"native step"} and "decode_step" in found.kernels
+    for name in recipes:
+        for context in (96, 300):
+            attention, speed = (of[name or "full"][context][0] for of in (found.attention_s, found.tokens_per_s))
+            assert 0 < attention < 1 / speed, "a part of the step"
     cache = variants["kv_int(bits=4, group_size=32)"]()
     number = len(cache.layers) - 1
     one, two = (cache.at(96).lend(number).counts, cache.lend(number).counts)
