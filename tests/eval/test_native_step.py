@@ -157,7 +157,7 @@ def test_transforms_that_are_not_known_are_refused(tiny):
 @torch.no_grad()
 @pytest.mark.parametrize("architecture, reason", [
     ("gpt2", "not a body and a head"), ("phi", "differs"), ("gpt_oss", "block|attention|MLP"),
-    ("opt", "norm|body|differs"), ("exaone4", "queries"),
+    ("opt", "norm|body|differs"),
 ])  # fmt: skip
 def test_other_decoders_are_refused(tiny, architecture, reason):
     with pytest.raises(NotNative, match=reason):

@@ -112,7 +112,7 @@ FACTORS = {
     ("gemma3_text", {}), ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     ("granite", FACTORS), ("smollm3", {"no_rope_layers": [1, 0]}), ("phi3", {"partial_rotary_factor": 0.5}),
     ("qwen3_moe", {}), ("qwen2_moe", {}), ("mixtral", {}), ("glm4_moe", {}), ("granitemoe", FACTORS),
-    ("olmo2", {}), ("olmo3", {}), ("olmoe", {}), ("minimax_m2", {}),
+    ("olmo2", {}), ("olmo3", {}), ("olmoe", {}), ("minimax_m2", {}), ("exaone4", {}), ("exaone_moe", {}),
     ("glm", {}), ("glm4", {}), ("ernie4_5", {}), ("ernie4_5_moe", {}),
 ])  # fmt: skip
 def test_logits_are_those_of_the_model(tiny, architecture, more, batch, padded):
@@ -459,9 +459,9 @@ def test_calls_that_ask_for_more_get_what_the_model_gives(tiny):
 
 
 LOOKALIKES = {  # modules of a Llama, other queries and keys
-    "exaone4": (  # the second layer does not rotate
-        {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
-        "block 1 makes other queries than a Llama's.* at position 0"),
+    "exaone4": (  # no layer rotates, and none beside it does
+        {"head_dim": 16, "sliding_window": 16, "layer_types": ["full_attention", "full_attention"]},
+        "block 0 makes other queries than a Llama's.* at position 0"),
     "ministral3": (  # scales queries from position 64 on
         {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5,
                                              "original_max_position_embeddings": 64}},
@@ -499,6 +499,14 @@ def test_pairs_of_channels_that_are_others_in_the_model_are_found(tiny, architec
     monkeypatch.setattr(recognition, "turns_neighbours", lambda attention: not own(attention))
     with pytest.warns(UserWarning, match="not accelerated: block 0 makes other queries than a Llama's.* at position 0"):
         accelerate(tiny(architecture).bfloat16())
+
+
+@torch.no_grad()
+def test_a_window_that_the_model_does_not_have_is_found(tiny, monkeypatch):
+    """Logits behind short texts would not show it."""
+    monkeypatch.setattr(recognition, "_type_of_layer", lambda attention, config: None)
+    with pytest.warns(UserWarning, match="block 1's attention has the sliding_window None, not 64"):
+        accelerate(tiny("exaone4", sliding_window=64, layer_types=["sliding_attention", "full_attention"]).bfloat16())
 
 
 @torch.no_grad()

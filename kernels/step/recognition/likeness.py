@@ -5,9 +5,11 @@ queries at late positions, or normalise values. Differences of a layer are lost 
 logits, so that each layer is compared by itself, with the input that its own attention gets.
 """
 
+import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +103,7 @@ def check_likeness(model: nn.Module, decoder: Decoder, prepare: Prepare | None =
     device = model.device
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or TOKENS
     for start in sorted({0, max(most - TOKENS, 0)}):
-        with _looking(model, decoder) as looked:
+        with _looking(model, decoder) as (looked, arguments):
             ids = (torch.arange(TOKENS, device=device) * 7919 % model.get_input_embeddings().num_embeddings)[None]
             at = torch.arange(start, start + TOKENS, device=device)[None]
             model(ids, position_ids=at, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1)
@@ -109,6 +111,7 @@ def check_likeness(model: nn.Module, decoder: Decoder, prepare: Prepare | None =
             hidden, *own = looked[id(block.attention)]
             if len(own) != 3:
                 raise NotNative(f"{block.name}'s attention does not use transformers' attention interface")
+            _check_arguments(block, arguments[id(block.attention)])
             qkv = [linear(hidden).contiguous() for linear in (block.q, block.k, block.v)]
             ours = (prepare or _natively)(block, qkv, decoder.rotary.at(block.kind, at[0]))
             for name, found, wanted in zip(("queries", "keys", "values"), ours, own, strict=True):
@@ -117,6 +120,14 @@ def check_likeness(model: nn.Module, decoder: Decoder, prepare: Prepare | None =
                         f"{block.name} makes other {name} than a Llama's from its input, different by {difference:.2g} "
                         f"at position {start}"
                     )
+
+
+def _check_arguments(block: DecoderBlock, given: Mapping[str, Any]) -> None:
+    """Compare a block's window, scale and cap of scores with those that its own attention asks for."""
+    ours = {"sliding_window": block.window, "scaling": block.scale, "softcap": block.softcap}
+    for name, value in ours.items():
+        if name in given and not math.isclose(given[name] or 0, value, rel_tol=1e-6):
+            raise NotNative(f"{block.name}'s attention has the {name} {given[name]}, not {value:g}")
 
 
 def _natively(block: DecoderBlock, qkv: Sequence[Tensor], tables: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,15 +142,18 @@ def _natively(block: DecoderBlock, qkv: Sequence[Tensor], tables: Sequence[Tenso
 
 
 @contextmanager
-def _looking(model: nn.Module, decoder: Decoder) -> Iterator[dict[int, list[Tensor]]]:
-    """While the context lasts, by attention module: its input, and the queries, keys and values that it compares."""
+def _looking(model: nn.Module, decoder: Decoder) -> Iterator[tuple[dict[int, list[Tensor]], dict[int, dict[str, Any]]]]:
+    """While the context lasts, by attention module: its input, and the queries, keys and values that it compares; and
+    the other arguments of the attention."""
     looked: dict[int, list[Tensor]] = {}
+    arguments: dict[int, dict[str, Any]] = {}
 
     def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
         looked[id(module)] = [kwargs.get("hidden_states", args[0] if args else None)]
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> tuple[Tensor, None]:
         looked[id(module)] += [query, key, value]
+        arguments[id(module)] = kwargs
         y = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return y.transpose(1, 2).contiguous(), None  # later layers are compared by their own inputs, whatever these are
 
@@ -149,7 +163,7 @@ def _looking(model: nn.Module, decoder: Decoder) -> Iterator[dict[int, list[Tens
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     try:
-        yield looked
+        yield looked, arguments
     finally:
         model.set_attn_implementation(before)
         for hook in hooks:

@@ -40,6 +40,7 @@ NORMS = (
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 FUSED_ATTENTION = {"qkv_proj", "o_proj"}
+FULL = "full_attention"  # a type of layer in a configuration
 GRANITES_MLP = "block_sparse_moe"  # the name of a block's mixture in Granite
 FUSED_MLP = {"gate_up_proj", "down_proj", "activation_fn"}
 MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -215,12 +216,14 @@ def _block(block: nn.Module, name: str, several: bool, model: nn.Module) -> Deco
         if norm is not None and norm.weight.numel() not in (channels, linear.out_features):
             raise NotNative(f"{name} has a norm of {norm.weight.numel()} channels of {linear.out_features}")
     window = getattr(attention if hasattr(attention, "sliding_window") else model.config, "sliding_window", None)
+    if _type_of_layer(attention, model.config) == FULL:  # EXAONE's attention has the window in every layer
+        window = None
     return DecoderBlock(
         name,
         attention.layer_idx,
         attention=attention, q=q, k=k, v=v, o=attention.o_proj,
         heads=heads, kv_heads=kv_heads, channels=channels,
-        kind=_kind(attention, several, model.config),
+        kind=_kind(attention, several, model),
         scale=attention.scaling,
         softcap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
         window=window or 0,
@@ -228,18 +231,45 @@ def _block(block: nn.Module, name: str, several: bool, model: nn.Module) -> Deco
     )  # fmt: skip
 
 
-def _kind(attention: nn.Module, several: bool, config: Any) -> str | None:
+def _kind(attention: nn.Module, several: bool, model: nn.Module) -> str | None:
     """The kind of a layer's rotary tables."""
+    kind = _type_of_layer(attention, model.config)
     if not getattr(attention, "use_rope", True):
         return UNTURNED
     if not several:
-        return None
+        return UNTURNED if kind == FULL and not _turns(attention, model) else None
     for name in KINDS:
         if hasattr(attention, name):
             return getattr(attention, name)
-    if (kinds := getattr(config, "layer_types", None)) is None or attention.layer_idx >= len(kinds):
+    if kind is None:
         raise NotNative("a layer does not say which rotary tables it takes")
-    return kinds[attention.layer_idx]
+    return kind
+
+
+def _type_of_layer(attention: nn.Module, config: Any) -> str | None:
+    """What a configuration says of a layer, "full_attention" or "sliding_attention"; None: nothing."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return kinds[attention.layer_idx] if attention.layer_idx < len(kinds) else None
+
+
+def _turns(attention: nn.Module, model: nn.Module) -> bool:
+    """Does a layer rotate anything, if only those with a window certainly do? Its results for two tokens say so."""
+    if len(set(model.config.layer_types)) == 1:
+        return True
+    W, kind = next(attention.parameters()), model.config._attn_implementation
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, model.config.hidden_size, generator=generator).to(W.device, W.dtype)
+    one, zero = x.new_ones(1, 1, attention.head_dim), x.new_zeros(1, 1, attention.head_dim)
+    unturned = torch.cat([one, one], 1), torch.cat([zero, zero], 1)
+    turned = torch.cat([one, zero], 1), torch.cat([zero, one], 1)  # the second token's, by a right angle
+    model.config._attn_implementation = "sdpa"  # an attached cache's needs more than this
+    try:
+        found = [attention(x, position_embeddings=of, attention_mask=None)[0] for of in (unturned, turned)]
+    except Exception:  # of another kind: queries and keys are compared with the model's in any case
+        return True
+    finally:
+        model.config._attn_implementation = kind
+    return not torch.equal(*found)
 
 
 def turns_neighbours(attention: nn.Module) -> bool:
