@@ -30,7 +30,7 @@ from compress.kv.policy import Policy
 from compress.recipe import parse_recipe
 from compress.result import Result
 from compress.walk.blocks import find_blocks
-from compress.walk.experts import expert_count
+from compress.walk.experts import has_experts
 from compress.walk.offload import named_tensors
 from kernels.step.accelerate import accelerate
 from tests.architectures import VOCABULARY, depth_of, tiny_model
@@ -354,7 +354,7 @@ def accelerated(subject: Subject) -> None:
     with transformers_alone():
         own, expected = read(plain), read(copy.deepcopy(plain).float())
     found = read(model)
-    if any(map(expert_count, model.modules())):
+    if has_experts(model):
         each = (found - expected).norm(dim=-1)[0] / expected.norm(dim=-1)[0]
         usual = each.argsort()[len(each) // 2]
         found, own, expected = (logits[0, usual] for logits in (found, own, expected))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedCo
 
 from compress.kv.rotation import check_rotations
 from compress.walk.capture import device_of
-from compress.walk.experts import expert_count
+from compress.walk.experts import has_experts
 from kernels.support.errors import first_line
 from kernels.support.modes import evaluating
 
@@ -68,7 +68,7 @@ def _kind(module: nn.Module) -> tuple[type, bool]:
 
 @torch.no_grad()
 def _compare(model: nn.Module, name: str, attached: Attached) -> None:
-    count, routed = PROMPT + DECODED, any(map(expert_count, model.modules()))
+    count, routed = PROMPT + DECODED, has_experts(model)
     ids = (torch.arange(count, device=device_of(model)) * 7919 % model.get_input_embeddings().num_embeddings)[None]
     with evaluating(model):
         with _refusing(name, "without a compressed cache"):

@@ -19,6 +19,7 @@ from compress.kv.learned.locret import channels
 from compress.kv.rotation import turn_of
 from compress.kv.support import attentions_of, keeping_layers, key_shape, key_shapes
 from compress.kv.timed import check_timed_model
+from compress.walk.experts import has_experts
 from tests.architectures import tiny_model
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -150,6 +151,15 @@ def test_hybrids_keep_their_states(kind, tokens):
         for (_, _, one), (_, _, told) in zip(found, states, strict=True):
             assert_close(one, told, **NEAR)
         assert max(layer.length for layer in cache.filled) < 40 and cache.get_seq_length() == 40
+
+
+def test_only_mixtures_have_experts(real):
+    """A list of blocks is none, so that the embedded model is compared with its own rounding in 16 bits."""
+    model, _ = real
+    assert not has_experts(model) and not has_experts(tiny_model("gpt2"))
+    assert all(has_experts(tiny_model(kind)) for kind in ("mixtral", "deepseek_v3", "gpt_oss"))
+    with attached(model.bfloat16()) as attachment:
+        assert attachment.cache().get_seq_length() == 0
 
 
 def test_a_module_of_several_layers_turns_its_keys(tokens):

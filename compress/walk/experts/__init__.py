@@ -115,6 +115,12 @@ def expert_count(module: nn.Module) -> int:
     return max((p.shape[0] for p in _stacked(module)), default=0)
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether blocks of a model hold experts. The list of the blocks counts as none."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return any(expert_count(module) for blocks in lists for name, module in blocks.named_modules() if name)
+
+
 def cannot_be_split(module: nn.Module) -> bool:
     """Whether one parameter holds the matrices of several experts in a layout that `SplitExperts` does not know."""
     return bool(_stacked(module)) and not is_fused_experts(module)
