@@ -17,7 +17,6 @@ What is in `--out` already is not measured again.
 import argparse
 import copy
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from scoring import command
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -36,6 +36,7 @@ from compress.kv.reading.method import Reading
 from compress.kv.timed import FilledCache
 from compress.recipe import parse_recipe
 from eval.machine.hardware import hardware
+from eval.run_record import provenance
 from eval.speed.cache_speed import FULL, SDPA, measure_cache_speed
 from eval.speed.device_lock import undisturbed
 
@@ -134,6 +135,7 @@ class Record:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.parts = json.loads(path.read_text()) if path and path.is_file() else {}
+        self.parts.setdefault("provenance", provenance(command(), "cpu", "bfloat16", "bfloat16"))
 
     def part(self, name: str, measure: Callable[[], object]) -> object:
         """A part, measured if it is not yet in the file."""
@@ -194,7 +196,7 @@ def page(record: Record, given: argparse.Namespace) -> str:
             f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {torch.get_num_threads()} threads, in"
             f" bfloat16, batch 1: medians of {given.rounds} rounds in turns ({4 * given.rounds} for the ragged heads,"
             f" {min(given.rounds, 3)} for the prompts).",
-            "```\npython " + shlex.join(sys.argv) + "\n```",
+            f"```\n{command()}\n```",
             f"**{given.model}.** In brackets: the time of the attention over that of the faster one of the full 16-bit"
             " caches, torch's own attention with shared heads folded into rows being one. The cache holds random"
             " numbers. The whole model runs as an accelerated one does (`kernels/step`). llama.cpp runs in"

@@ -553,7 +553,10 @@ at::Tensor workbench::attend_kept(const at::Tensor& q, const std::vector<KeptHea
     c.length = Numbers(sparse.lengths.value());
     return attended(sparse.indices, nullptr);
   }
-  const at::Tensor before = (c.held() - 1 - kept[0].starts.to(at::kLong)).clamp_min(0);  // positions of each row, without the new one
+  const Numbers starts(kept[0].starts);
+  const at::Tensor before = at::empty(kept[0].starts.sizes(), at::kLong);  // positions of each row, without the new one
+  for (int64_t i = 0; i < before.numel(); i++)
+    before.mutable_data_ptr<int64_t>()[i] = std::max<int64_t>(c.held() - 1 - starts[i], 0);
   Choice choice(*loops_of(isa), isa, sparse.queries, *sparse.bounds, kept[0].starts, before, sparse.pages.value(), sparse.page, sparse.most,
                 1, scale, true);
   c.length = Numbers(choice.lists.counts);

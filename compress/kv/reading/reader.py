@@ -1,7 +1,6 @@
 """Sparse reading for the layers of one cache: by lists of positions if a kernel decodes, and else by masks."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,7 +110,8 @@ class Reader:
         if not role.chooses:
             if not isinstance(listed, Listed) or (lent := layer.lend()) is None:
                 return None
-            return replace(lent, sparse=ReadPositions(indices=listed.indices, lengths=listed.lengths))
+            lent.sparse = ReadPositions(indices=listed.indices, lengths=listed.lengths)
+            return lent
         if not isinstance(slab, Slab) or (edges := self.reading.page_bounds(slab)) is None:
             return None
         before = slab.length
@@ -122,7 +122,8 @@ class Reader:
             edges.reserve(1)
             edges.length += 1
         slab.noted += 1
-        return replace(lent, sparse=ReadPositions(edges.buffer, pages, page, min(most, edges.length)))
+        lent.sparse = ReadPositions(edges.buffer, pages, page, min(most, edges.length))
+        return lent
 
     def _pages_of(self, slab: Slab) -> tuple[Tensor, int]:
         """The number of pages that a query reads of each row of a slab, [B, H] int64, and of any row at most. For
