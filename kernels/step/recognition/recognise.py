@@ -256,9 +256,8 @@ def _turns(attention: nn.Module, model: nn.Module) -> bool:
     """Does a layer rotate anything, if only those with a window certainly do? Its results for two tokens say so."""
     if len(set(model.config.layer_types)) == 1:
         return True
-    W, kind = next(attention.parameters()), model.config._attn_implementation
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 2, model.config.hidden_size, generator=generator).to(W.device, W.dtype)
+    kind, generator = model.config._attn_implementation, torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, model.config.hidden_size, generator=generator).to(model.device, model.dtype)
     one, zero = x.new_ones(1, 1, attention.head_dim), x.new_zeros(1, 1, attention.head_dim)
     unturned = torch.cat([one, one], 1), torch.cat([zero, zero], 1)
     turned = torch.cat([one, zero], 1), torch.cat([zero, one], 1)  # the second token's, by a right angle
