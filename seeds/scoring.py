@@ -311,8 +311,10 @@ def run(given: argparse.Namespace) -> ScoringRecord:
         if record.settings | {"tasks": given.tasks} != settings:
             raise ValueError(f"`--out` (={given.out}) holds a record of other settings: {record.settings}")
         record.settings = settings
+        record.provenance["command"] = command()  # an earlier one may have named other recipes
     with torch.no_grad():
         measure(given, record)
+    record.write(given.out)
     return record
 
 

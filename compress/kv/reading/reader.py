@@ -126,8 +126,9 @@ class Reader:
         return lent
 
     def _pages_of(self, slab: Slab) -> tuple[Tensor, int]:
-        """The number of pages that a query reads of each row of a slab, [B, H] int64, and of any row at most. For
-        readings with page bounds, where the rows' lengths determine it, so that layers with the same rows share it."""
+        """The number of pages that a query reads of each row of a slab, [B, H] int64, and the largest number for any
+        row. Of readings with page bounds: there it depends on the rows' lengths alone, and layers with the same rows
+        share the result."""
         if self._pages is None or self._pages[0] != slab.length or not torch.equal(self._pages[1], slab.starts):
             wanted, most = self.reading.share(slab, slab.length)
             page = self.reading.page

@@ -216,7 +216,7 @@ def _block(block: nn.Module, name: str, several: bool, model: nn.Module) -> Deco
         if norm is not None and norm.weight.numel() not in (channels, linear.out_features):
             raise NotNative(f"{name} has a norm of {norm.weight.numel()} channels of {linear.out_features}")
     window = getattr(attention if hasattr(attention, "sliding_window") else model.config, "sliding_window", None)
-    if _type_of_layer(attention, model.config) == FULL:  # EXAONE's attention has the window in every layer
+    if _type_of_layer(attention, model.config) == FULL:  # the modules of EXAONE's full layers name a window, too
         window = None
     return DecoderBlock(
         name,
@@ -253,7 +253,8 @@ def _type_of_layer(attention: nn.Module, config: Any) -> str | None:
 
 
 def _turns(attention: nn.Module, model: nn.Module) -> bool:
-    """Does a layer rotate anything, if only those with a window certainly do? Its results for two tokens say so."""
+    """Whether a layer with full attention rotates its queries and keys: its result for two tokens then depends on the
+    rotary table of the second one. If all layers are of one type, all rotate."""
     if len(set(model.config.layer_types)) == 1:
         return True
     kind, generator = model.config._attn_implementation, torch.Generator().manual_seed(0)
@@ -261,7 +262,7 @@ def _turns(attention: nn.Module, model: nn.Module) -> bool:
     one, zero = x.new_ones(1, 1, attention.head_dim), x.new_zeros(1, 1, attention.head_dim)
     unturned = torch.cat([one, one], 1), torch.cat([zero, zero], 1)
     turned = torch.cat([one, zero], 1), torch.cat([zero, one], 1)  # the second token's, by a right angle
-    model.config._attn_implementation = "sdpa"  # an attached cache's needs more than this
+    model.config._attn_implementation = "sdpa"  # the attention of an attached cache needs more arguments
     try:
         found = [attention(x, position_embeddings=of, attention_mask=None)[0] for of in (unturned, turned)]
     except Exception:  # of another kind: queries and keys are compared with the model's in any case
