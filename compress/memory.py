@@ -229,12 +229,17 @@ class _Case:
 
     def _training(self, method: Method, i: int, shapes: Sequence[tuple[int, int]], scope: str, tokens: int) -> int:
         """Bytes of all linears of a block, or of the model, with their trainable parts, and of the passes whose
-        gradients are taken, for method i of the recipe."""
+        gradients are taken, for method i of the recipe.
+
+        Args:
+            scope: "block", "model", or "model by blocks", in which a block keeps its input alone.
+        """
         weights = sum(out * columns for out, columns in shapes)
         wide = sum(max(shape) for shape in shapes)
-        if scope == "model":  # every block keeps data for its gradient, and the loss the logits in float32
+        if scope.startswith("model"):  # every block keeps data for its gradient, and the loss the logits in float32
             products = product_dtype(self.model).itemsize
-            saved = len(find_blocks(self.model)[1]) * (4 * 12 * self._hidden + products * wide)
+            blocks, inside = len(find_blocks(self.model)[1]), 4 * 12 * self._hidden + products * wide
+            saved = blocks * inside if scope == "model" else blocks * 4 * self._hidden + inside
             stored, _ = linears_to_be(self.recipe[:i], self.model)
             held = sum(
                 4 * method.held_copies(name in stored, self.itemsize, products) * out * columns
@@ -286,6 +291,12 @@ def _refusal(case: _Case, limit: int) -> str:
         )
         ways["dtype='bfloat16'"] = half
         ways["sequential=False with dtype='bfloat16'"] = dataclasses.replace(half, recipe=apart)
+    by_blocks = tuple(
+        dataclasses.replace(m, gradient_checkpointing=True) if hasattr(m, "gradient_checkpointing") else m
+        for m in case.recipe
+    )
+    if by_blocks != case.recipe:
+        ways["gradient_checkpointing=True of distil"] = dataclasses.replace(disk, recipe=by_blocks)
     count = len(case.batches)
     while count > 1:
         count //= 2

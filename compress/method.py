@@ -88,8 +88,9 @@ class Method:
         return ""
 
     def trains(self, longest: int) -> tuple[str, int] | None:
-        """The scope of gradients, "block" or "model", and the tokens of a pass if the longest calibration batch has
-        `longest` tokens; None if nothing is trained. Peak memory is predicted from this."""
+        """The scope of gradients ("block", "model", or "model by blocks", in which a block keeps its input alone), and
+        the tokens of a pass if the longest calibration batch has `longest` tokens; None if nothing is trained. Peak
+        memory is predicted from this."""
         return None
 
     def held_copies(self, stored: bool, itemsize: int, products: int) -> float:

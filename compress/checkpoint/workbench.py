@@ -22,6 +22,7 @@ from compress.linear import compressed_linears
 from compress.transforms.stream import stream_of
 from compress.walk.experts import SplitExperts
 from compress.walk.offload import is_offloaded
+from kernels.linear import fast_linear
 from kernels.support.modes import evaluating
 
 # Parts of the layout that only this workbench reads; without them, the folder is a plain one of transformers.
@@ -93,7 +94,7 @@ model, tokenizer = load_model("PATH", dtype="bfloat16")
             again.set_attn_implementation(model.config._attn_implementation)
         # Transformers' own cache does not serve every model; one that is attached is a part of the model.
         how = {} if attached_methods(model) else {"use_cache": False}
-        with evaluating(model):
+        with evaluating(model), fast_linear():
             expected, given = model(ids, **how).logits, again.to(device)(ids, **how).logits
         if not torch.equal(expected, given):
             worst = (expected - given).abs().max().item()

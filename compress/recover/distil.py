@@ -83,6 +83,11 @@ class Distil(Method):
     keep_zeros: bool | None = knob(
         None, "weights that are stored as 0 stay 0; None: True if an earlier method of the recipe pruned"
     )
+    gradient_checkpointing: bool = knob(
+        False,
+        "a block keeps its input alone for the gradients, and computes the rest again: less memory, more time, the "
+        "same result",
+    )
 
     @property
     def reads_originals(self) -> bool:
@@ -126,7 +131,8 @@ class Distil(Method):
         return "the predictions of the original model, and training"
 
     def trains(self, longest: int) -> tuple[str, int]:
-        return "model", max(longest, min(self.batch, TOKENS // max(longest, 1)) * longest)
+        scope = "model by blocks" if self.gradient_checkpointing else "model"
+        return scope, max(longest, min(self.batch, TOKENS // max(longest, 1)) * longest)
 
     def held_copies(self, stored: bool, itemsize: int, products: int) -> float:
         """The weights as products read them, and their gradients, in the dtype of products; in float32 the weights as
@@ -148,7 +154,8 @@ class Distil(Method):
         held_out, trained = self._text(batches)
         text = [*held_out, *trained]
         made = Prepared.at(context.store, text, len(held_out))
-        least, seconds = made.held_out + self.batch, 60 * self.minutes / (1 + PASSES[self.train])
+        passes = 1 + PASSES[self.train] + self.gradient_checkpointing
+        least, seconds = made.held_out + self.batch, 60 * self.minutes / passes
         made.teacher.write(model, text, least=least, seconds=seconds)
         return made
 
@@ -168,6 +175,7 @@ class Distil(Method):
             loss=self.loss,
             held_out=prepared.held_out,
             spent=seconds,
+            gradient_checkpointing=self.gradient_checkpointing,
         )
         before = {**compressed_linears(model), **{n: p.detach() for n, p in model.named_parameters()}}
         how = {"keep_zeros": bool(self.keep_zeros), "originals": context.originals}

@@ -3,15 +3,19 @@
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from compress.recover.at_head import AtHead
 from compress.recover.divergence import divergence
 from compress.recover.learned import Learned, fast_products
 from compress.recover.teacher import Teacher, positions, together
+from compress.walk.blocks import find_blocks
 from compress.walk.capture import device_of
 from compress.walk.finite import NotFinite
 from compress.walk.parallel.ranks import current, progress_bar
@@ -41,7 +45,8 @@ class Schedule:
         updates after the first twelve, so that a run that was interrupted has the same number.
     batch: windows per update. rate: size of the largest updates, relative to the numbers that learn. loss: see
         `compress.recover.divergence`. held_out: the number of first windows, which are scored and not trained on.
-    spent: seconds of the budget that have gone by before training.
+    spent: seconds of the budget that have gone by before training. gradient_checkpointing: blocks keep their inputs
+        alone for the gradients.
     """
 
     steps: int
@@ -51,6 +56,7 @@ class Schedule:
     loss: str
     held_out: int
     spent: float = 0.0
+    gradient_checkpointing: bool = False
 
 
 @dataclass
@@ -224,7 +230,8 @@ class Loop:
             given: by window, the teacher's predictions.
         """
         with torch.enable_grad():
-            with fast_products(self.model, self.learned.passes):
+            by_blocks = checkpointed(self.model) if self.schedule.gradient_checkpointing else nullcontext()
+            with fast_products(self.model, self.learned.passes), by_blocks:
                 hidden = self.at_head.hidden(torch.cat([self.windows[i] for i in numbers]).to(self.device))
             states, total = hidden.detach().requires_grad_(), 0.0
             for piece, ids, logp in self._pieces(states, [given[i] for i in numbers]):
@@ -314,6 +321,20 @@ class Loop:
         with torch.no_grad():
             for key, parameter in self.latent.items():
                 parameter.copy_(values[key])
+
+
+@contextmanager
+def checkpointed(model: nn.Module) -> Iterator[None]:
+    """While the context lasts, a pass keeps the inputs of blocks for its gradients, and no result inside of them: the
+    gradients compute these again, block by block, as arXiv:1604.06174 does."""
+    with ExitStack() as undo:
+        for block in find_blocks(model)[1]:
+            former = vars(block).get("forward")  # of a library that has put its own there
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            if former is not None:
+                undo.callback(setattr, block, "forward", former)
+            undo.callback(delattr, block, "forward")
+        yield
 
 
 def _warm(step: int, steps: int) -> float:

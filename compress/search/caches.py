@@ -214,7 +214,7 @@ def measure_caches(
         if not all(map(isfinite, of)):
             raise ValueError(f"`caches` ({name}): predictions behind the context are no numbers (losses {of})")
     found = dict[str, Costs]()
-    with in_16_bits(model) as small:
+    with in_16_bits(model) as small, fast_linear():
         for name, methods in tqdm(asked.methods.items(), desc="sizes of caches", unit="cache"):
             with attached(small, methods) as attachment:
                 prompt = texts[0][:, : asked.context].to(small.device)

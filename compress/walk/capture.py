@@ -13,6 +13,7 @@ from compress.walk.parallel.places import SLICES, Place, places
 from compress.walk.parallel.ranks import current
 from compress.walk.returned import Passed, Returned, first_of, passed_on, with_values
 from compress.walk.shards import OnDisk, WorkFolder
+from kernels.linear import fast_linear
 from kernels.support.errors import first_line
 
 MICRO_BATCH_TOKENS = 2048  # tokens that go through a block at once
@@ -202,7 +203,8 @@ def _probe(model: nn.Module, blocks: nn.ModuleList, batch: Tensor) -> tuple[Retu
 
     handles = [block.register_forward_hook(hook, with_kwargs=True) for block in blocks]
     try:
-        logits = model(batch.to(device_of(model)), use_cache=False).logits
+        with fast_linear():
+            logits = model(batch.to(device_of(model)), use_cache=False).logits
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         if _is_skeleton(model):  # runs as far as no values are needed, which its callers know
             raise

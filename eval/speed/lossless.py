@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from eval.record import noise
 from eval.record.measured import GuessedTokens, GuessingSpeed, Lossless
@@ -184,7 +184,9 @@ def measure_lossless(
 def agreement(draft: nn.Module, ids: Tensor, text: Sequence[int]) -> list[bool]:
     """For each token of a text behind a prompt ids [1, n]: is it the draft's likeliest token there?"""
     whole = torch.cat([ids, torch.tensor([text])], 1).to(draft.device)
-    likeliest = draft(whole[:, :-1]).logits[0, ids.shape[1] - 1 :].argmax(-1)
+    # An accelerated model reads into a cache in its own passes, and without one in those of transformers.
+    cache = DynamicCache(config=draft.config) if hasattr(draft, "acceleration") else None
+    likeliest = draft(whole[:, :-1], past_key_values=cache, logits_to_keep=len(text)).logits[0].argmax(-1)
     return (likeliest.cpu() == torch.tensor(text)).tolist()
 
 

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-MANY = 32  # smallest number of tokens for which 16-bit weights are worth a cast to float32
+MANY = 8  # smallest number of tokens for which 16-bit weights are worth a cast to float32
 SLAB = 1 << 22  # weights that are cast at a time, 16 MB, so that a large head is never in memory in float32 as a whole
 
 

@@ -76,6 +76,15 @@ def test_the_prediction_follows_what_drops_leave(tiny, tokens, steady, monkeypat
     assert {p.device.type for p in model.parameters()} == {"cpu"} and model.config.intermediate_size == 4096
 
 
+def test_training_that_would_not_fit_is_refused_with_gradient_checkpointing(tiny, tokens, steady, monkeypatch):
+    model, text, recipe = tiny("llama"), tokens(4, 512), "rtn(group_size=16), distil(minutes=0)"
+    by_blocks = recipe.replace("minutes=0", "minutes=0, gradient_checkpointing=True")
+    less = predicted(settle(parse_recipe(by_blocks)), model, text).predicted_peak
+    with pytest.raises(ValueError, match=r"what would fit: .*gradient_checkpointing=True of distil"):
+        predicted(settle(parse_recipe(recipe)), model, text, less + 1000)
+    assert predicted(settle(parse_recipe(by_blocks)), model, text, less + 1000).predicted_peak == less
+
+
 def test_a_compression_over_the_limit_is_refused_with_alternatives_that_fit(tiny, tokens):
     model, batches = tiny("llama"), tokens(500, 100)
     most, least = (predicted(parse_recipe(r), model, batches).predicted_peak for r in (GPTQ, "rtn(group_size=16)"))
@@ -133,11 +142,13 @@ print(json.dumps([usage.peak, usage.predicted_peak, usage.disk, usage.predicted_
         "rotate(steps=2)",
         "flatquant(steps=2)",
         "width(ratio=0.33), distil(train=weights, steps=3, minutes=0)",
+        "rtn, distil(train=scales, steps=3, minutes=0, gradient_checkpointing=True)",
     ],
 )
 def test_the_embedded_model_takes_what_was_predicted(recipe, weights, data):
     command = [sys.executable, "-c", MEASURE, recipe, weights]
     why = {"rotate": "has its weights on disk, where rotate cannot fold", "width": "width needs the model in memory"}
+    why["rtn"] = "distil keeps gradients for the whole model in memory"
     if (cannot := recipe.partition("(")[0]) in why and weights == "disk":
         refused = subprocess.run(command, text=True, capture_output=True)
         assert refused.returncode and why[cannot] in refused.stderr

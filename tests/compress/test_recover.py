@@ -384,6 +384,38 @@ def test_a_killed_training_goes_on_bit_by_bit(train, peaked, tokens, tmp_path, m
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in again.model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("architecture", "train"),
+    [("llama", "scales"), ("gemma3_text", "weights"), ("mixtral", "scales"), ("qwen3_5_text", "norms"), ("gpt2", "adapters")],
+)
+def test_blocks_that_compute_again_for_gradients_learn_the_same_with_less_memory(
+    architecture, train, peaked, tokens, monkeypatch
+):
+    """And the model's own forward functions are there again."""
+    text, kept = tokens(12, 24), []
+    first = "rtn(bits=3, group_size=16)" + ", low_rank(rank=2)" * (train == "adapters")
+    results, hidden = [], AtHead.hidden
+
+    def measured(self, ids):
+        held = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.nbytes) or t, lambda t: t):
+            out = hidden(self, ids)
+        kept.append(sum(held))
+        return out
+
+    monkeypatch.setattr(AtHead, "hidden", measured)
+    for knob in (False, True):
+        model = peaked(architecture)
+        how = f"train={train}, steps=3, minutes=0, gradient_checkpointing={knob}"
+        results.append(apply(f"{first}, distil({how})", model, text))
+        assert not any("forward" in vars(module) for module in results[-1].model.modules())
+    plain, again = results
+    assert [p.divergence for p in again.recoveries[0].curve] == [p.divergence for p in plain.recoveries[0].curve]
+    theirs = plain.model.state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in again.model.state_dict().items())
+    assert max(kept[len(kept) // 2 :]) < 0.5 * max(kept[: len(kept) // 2])
+
+
 def test_a_rate_that_does_not_help_any_more_is_lowered(peaked, tokens, tmp_path, monkeypatch):
     """Training goes on from the best state, and a training killed behind it goes on bit by bit."""
     found = [1.0, 0.5, 0.6, 0.7, 0.4, 0.45, 0.44, 0.43, 0.42, 0.41, 0.39]

@@ -63,6 +63,18 @@ def test_accepted_guesses_are_those_of_a_draft_that_guesses(tiny, guesses):
     assert mean_accepted(agreed, guesses) == pytest.approx(accepted / steps)
 
 
+@needs_steps
+@torch.no_grad()
+def test_an_accelerated_draft_reads_texts_in_its_own_passes(tiny, monkeypatch):
+    model = tiny("llama").bfloat16()
+    draft, ids = accelerate(copy.deepcopy(model)), torch.arange(1, 40)[None]
+    text = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None)[0, 39:].tolist()
+    expected = agreement(model, ids, text)
+    agreement(draft, ids, text)  # assembles its passes, and compares them with transformers'
+    monkeypatch.setattr(type(model), "forward", lambda *_, **__: pytest.fail("transformers' own pass"))
+    assert sum(a == b for a, b in zip(agreement(draft, ids, text), expected, strict=True)) >= 18, "but for rounding"
+
+
 @pytest.fixture
 def short_prompts(monkeypatch):
     monkeypatch.setattr(lossless, "undisturbed", nullcontext)  # these times are not looked at
