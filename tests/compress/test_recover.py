@@ -386,7 +386,13 @@ def test_a_killed_training_goes_on_bit_by_bit(train, peaked, tokens, tmp_path, m
 
 @pytest.mark.parametrize(
     ("architecture", "train"),
-    [("llama", "scales"), ("gemma3_text", "weights"), ("mixtral", "scales"), ("qwen3_5_text", "norms"), ("gpt2", "adapters")],
+    [
+        ("llama", "scales"),
+        ("gemma3_text", "weights"),
+        ("mixtral", "scales"),
+        ("qwen3_5_text", "norms"),
+        ("gpt2", "adapters"),
+    ],
 )
 def test_blocks_that_compute_again_for_gradients_learn_the_same_with_less_memory(
     architecture, train, peaked, tokens, monkeypatch
