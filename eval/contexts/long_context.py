@@ -27,6 +27,7 @@ from transformers import Cache
 from eval.contexts.answers import FULL, Answer, LongContextScores
 from eval.contexts.haystack import ContextSample, Question
 from kernels.clock import clock
+from kernels.linear import fast_linear
 from kernels.support.modes import evaluating
 from kernels.support.positions import positions
 
@@ -72,7 +73,7 @@ def score_long_context(
         progress.update(len(visibilities) * (len(ways) - len(missing)))
         if missing:
             asked = {FULL: ways[FULL], **missing}
-            with _flat_head(model), evaluating(model):
+            with _flat_head(model), evaluating(model), fast_linear():
                 found = _ask_all(model, sample, observer(), asked, visibilities, missing, progress, batched)
             for name in missing:
                 finished[i, name] = found[name]

@@ -31,6 +31,7 @@ from eval.tasks.paired import calibration_error, fits, stderr
 from eval.tasks.task_files import CONSENT
 from eval.text.perplexity import bounded_exp
 from eval.text.through_cache import attachment, logits_through_cache
+from kernels.linear import fast_linear
 from kernels.support.modes import evaluating
 
 PRIMARY = (
@@ -129,13 +130,14 @@ class _InMemory(HFLM):
 
     def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = True, override_bs: int | None = None) -> list:
         asked = [request for request in requests if request[2]]
-        if not asked:
-            found = iter(())
-        elif attachment(self.model) is None:
-            found = iter(super()._loglikelihood_tokens(asked, disable_tqdm=True, override_bs=override_bs))
-        else:
-            found = (self._told(text, self._through_cache(*ids)) for text, *ids in asked)
-        return [next(found) if request[2] else self._told(request[0], (0.0, True)) for request in requests]
+        with fast_linear():
+            if not asked:
+                found = iter(())
+            elif attachment(self.model) is None:
+                found = iter(super()._loglikelihood_tokens(asked, disable_tqdm=True, override_bs=override_bs))
+            else:
+                found = (self._told(text, self._through_cache(*ids)) for text, *ids in asked)
+            return [next(found) if request[2] else self._told(request[0], (0.0, True)) for request in requests]
 
     def _told(self, text: Any, answer: tuple[float, bool]) -> tuple[float, bool]:
         """The answer, after its progress was reported as lm-eval does."""

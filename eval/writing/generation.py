@@ -11,7 +11,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation.streamers import BaseStreamer
 
 from eval.record.measured import Sample
-from kernels.linear import fast_linear
 from kernels.special_tokens import beginning
 from kernels.support.modes import evaluating
 
@@ -46,8 +45,7 @@ def generate_samples(
     samples = []
     for prompt in prompts:
         ids, ends = encode_prompt(tokenizer, prompt), end_tokens(models[baseline], tokenizer)
-        with fast_linear():
-            tokens = {name: write(m, ids, ends=ends, new_tokens=new_tokens)[0].tokens for name, m in models.items()}
+        tokens = {name: write(model, ids, ends=ends, new_tokens=new_tokens)[0].tokens for name, model in models.items()}
         texts = {name: tokenizer.decode(t, skip_special_tokens=True).strip() for name, t in tokens.items()}
         differ = {name: first_difference(tokens[baseline], t) for name, t in tokens.items() if name != baseline}
         samples.append(Sample(prompt, texts, differ))

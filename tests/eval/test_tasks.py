@@ -28,6 +28,7 @@ from eval.tasks import harness, task_files
 from eval.tasks.fingerprint import model_sha256, tokenizer_sha256
 from eval.tasks.paired import AGGREGATES, calibration_error, compare, mcnemar, stderr
 from eval.tasks.tasks import FLIPS, TaskScores, answer_tasks, check_tasks
+from kernels.linear import fast_linear
 from kernels.support import hub
 
 CHOICE = {
@@ -165,7 +166,7 @@ def test_likelihoods_are_computed_in_float32(folder, letters, tiny):
     found = answer_tasks({"baseline": model}, letters, ["last_word"], task_path=str(folder), limit=6)
     for row, document in zip(documents(24), found.answers["baseline"]["last_word"].documents, strict=False):
         ids = letters(row["q"] + row["answer"], return_tensors="pt").input_ids
-        with torch.no_grad():
+        with torch.no_grad(), fast_linear():
             logp = model(ids[:, :-1]).logits[0].double().log_softmax(-1)
         n = len(row["answer"])
         expected = logp[-n:].gather(1, ids[0, -n:, None]).sum().item()
