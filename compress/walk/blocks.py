@@ -20,13 +20,18 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
     The parts of stored weights are lists, too; those of an embedding may hold more numbers than packed blocks.
     """
-    stored = [m for m in model.modules() if isinstance(m, CompressedLinear | CompressedEmbedding)]
-    parts = {id(inner) for module in stored for inner in module.modules()}
-    lists = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 0 and id(module) not in parts
-    ]
+    lists: list[tuple[str, nn.ModuleList]] = []
+    inside = "\n"  # the latest list or stored weight, in which no list is the outermost one
+    for name, module in model.named_modules():
+        if name.startswith(inside):
+            continue
+        if isinstance(module, CompressedLinear | CompressedEmbedding):
+            inside = f"{name}."
+        elif isinstance(module, nn.ModuleList) and len(module) > 0:
+            lists.append((name, module))
+            inside = f"{name}."
+    if len(lists) == 1:
+        return lists[0]
     if not lists:
         raise ValueError(
             f"`model` ({type(model).__name__}) has no list of blocks: only decoders of blocks can be walked"
