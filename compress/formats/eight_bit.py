@@ -7,6 +7,9 @@ from torch import Tensor
 
 from compress.formats.base import Format
 from compress.formats.stored import Stored
+from kernels import native
+from kernels.int_matmul.layout import Packed, pack
+from kernels.int_matmul.panels import panels_fit, to_panels
 from kernels.w8a8_matmul import BLOCK, LARGEST, W8, prepacked_fits, to_prepacked, to_rows, w8a8_matmul
 
 
@@ -25,11 +28,25 @@ class EightBit(Format):
     def __init__(self, w: W8, x_scale: Tensor | None = None) -> None:
         super().__init__()
         self.shape = w.shape
+        self._panels: Packed | None = None
         self._set(w, x_scale)
 
     @property
     def w8(self) -> W8:
         return W8(self.layout, self.codes, self.scale, self.shape)
+
+    @property
+    def panels(self) -> Packed | None:
+        """int8 codes for decoding steps that multiply them by rounded inputs as floats, on a CPU without dot products
+        of integers; they are made here, beside the rows, which prompts are multiplied by. None for other weights and on
+        other processors."""
+        if self._panels is None and self.layout == "rows" and self.codes.dtype == torch.int8 and self.scale.dim() == 1:
+            columns = self.shape[1]
+            shape = Packed("rows", self.codes, self.scale[:, None], None, 8, columns, self.shape)
+            if not native.integers() and panels_fit(shape, torch.bfloat16, self.codes.device):
+                codes = self.codes.to(torch.int16) + 128
+                self._panels = to_panels(pack(codes, shape.scale, None, bits=8, group_size=columns))
+        return self._panels
 
     def dequantize(self) -> Tensor:
         out, columns = self.shape
@@ -74,7 +91,7 @@ class EightBit(Format):
         return cls(W8("rows", codes, scale, stored.shape), x_scale)
 
     def _set(self, w: W8, x_scale: Tensor | None) -> None:
-        self.layout = w.layout
+        self.layout, self._panels = w.layout, None
         self.register_buffer("codes", w.codes)
         self.register_buffer("scale", w.scale)
         self.register_buffer("x_scale", x_scale)
@@ -107,6 +124,7 @@ class EightBit(Format):
         return {
             **self.__dict__,
             "layout": "rows",
+            "_panels": None,
             "dtype": rows.codes.dtype,
             "_buffers": {**self._buffers, "codes": codes},
         }

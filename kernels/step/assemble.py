@@ -257,6 +257,11 @@ def weight_of(module: nn.Module, name: str) -> Weight:
         raise NotNative(f"{name} has a transform beside that of its format")
     if isinstance(stored, W8):
         return Weight(stored, bias, x_scale=parts[0].x_scale)
+    if isinstance(stored, Packed) and hasattr(parts[0], "x_scale"):  # int8, multiplied by inputs that are rounded first
+        if change is not None:
+            raise NotNative(f"{name} has a transform beside that of its format")
+        fixed = 0.0 if parts[0].x_scale is None else float(parts[0].x_scale)
+        change = InputChange(bits=8, group_size=stored.shape[1], step=fixed)
     if isinstance(stored, Trellis):
         signs, gains = parts[0].flips, parts[0].gains
         return Weight(stored, bias, InputChange(signs, widest_block(len(signs))), gains)
@@ -294,6 +299,8 @@ def _stored(part: nn.Module, name: str) -> Tensor | SparseRows | Packed | Codebo
     int8 = getattr(part, "w8", None)
     if isinstance(int8, W8) and int8.layout == "panels":
         return int8
+    if isinstance(panels := getattr(part, "panels", None), Packed):
+        return panels
     if packed is None and part.name == "dense":
         return part.weight
     raise NotNative(
