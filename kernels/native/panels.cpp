@@ -144,6 +144,29 @@ struct Nibbles {
   STATIC Vec decode(Words w, int i, Table table) { return {look_up(w.low, i, table), look_up(w.high, i, table)}; }
 };
 
+// Nibbles that index integers of 8 bits: a look-up gives four columns of eight rows, and a value is half as many instructions.
+struct Looked {
+  static constexpr int COLUMNS = Nibbles::COLUMNS, BYTES = Nibbles::BYTES, ITEMS = Nibbles::ITEMS;
+  using Words = Nibbles::Words;
+  STATIC bool takes(const Weight& w) {
+    for (int i = 0; i < 16; i++)
+      if (w.table[i] != float(int(w.table[i])) || __builtin_fabsf(w.table[i]) > 127) return false;
+    return true;
+  }
+  STATIC Words load(const uint8_t* p) { return Nibbles::load(p); }
+  STATIC __m256i table(const Weight& w) {
+    alignas(16) int8_t values[16];
+    for (int i = 0; i < 16; i++) values[i] = int8_t(w.table[i]);
+    return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(values)));
+  }
+  STATIC __m256 value(__m256i w, int i, __m256i table) {
+    const __m256i index = _mm256_and_si256(i % 2 ? _mm256_srli_epi32(w, 4) : w, _mm256_set1_epi8(15));
+    const __m256i four = _mm256_shuffle_epi8(table, index);  // the same for columns i, i + 2, i + 4 and i + 6
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(i < 6 ? _mm256_slli_epi32(four, 24 - i / 2 * 8) : four, 24));
+  }
+  STATIC Vec decode(Words w, int i, __m256i table) { return {value(w.low, i, table), value(w.high, i, table)}; }
+};
+
 template <int BITS>
 struct Planes {
   static constexpr int COLUMNS = 16, BYTES = 32 * BITS, ITEMS = 16;
@@ -173,6 +196,81 @@ struct Bytes {
   STATIC Vec decode(const uint8_t* w, int i, int) { return {floats(w + 16 * i), floats(w + 16 * i + 8)}; }
 };
 #include "panels_loops.inc"
+
+static void few_nibbles(const Weight& w, const Tokens& x, int tokens, int64_t panel, const Output& y) {
+  Looked::takes(w) ? few_any<Looked>(w, x, tokens, panel, y) : few_any<Nibbles>(w, x, tokens, panel, y);
+}
+static void many_nibbles(const Weight& w, const Tokens& x, int tokens, int64_t panel, float* scratch, const Output& y) {
+  Looked::takes(w) ? many<Looked>(w, x, tokens, panel, scratch, y) : many<Nibbles>(w, x, tokens, panel, scratch, y);
+}
+static constexpr Loops nibbles{Nibbles::COLUMNS, Nibbles::BYTES, Nibbles::ITEMS, nullptr, few_nibbles, many_nibbles};
+
+// A group's pairs of bfloat16 -> pairs of integers of 16 bits; as `Multiples` of AVX512-VNNI.
+static float encode_pairs(const uint32_t* items, int64_t count, uint32_t* to, int32_t* total) {
+  uint32_t most = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const uint32_t even = items[i] & 0x7FFF, odd = items[i] >> 16 & 0x7FFF, larger = even > odd ? even : odd;
+    most = larger > most ? larger : most;
+  }
+  const uint32_t above = (most + 1) >> 7, exponent = above < 15 ? 15 : above;
+  const float step = most < 0x7F80 ? float_of((exponent - 14) << 23) : float_of(0x7FC00000), inverse = float_of((268 - exponent) << 23);
+  for (int64_t i = 0; i < count; i++) {
+    const float even = __builtin_rintf(float_of(items[i] << 16) * inverse), odd = __builtin_rintf(float_of(items[i] & 0xFFFF0000) * inverse);
+    to[i] = (uint32_t(int32_t(even)) & 0xFFFF) | uint32_t(int32_t(odd)) << 16;
+  }
+  *total = 0;  // values of 0 are codes of 0
+  return step;
+}
+
+// M tokens by a panel whose nibbles index integers of 8 bits: pairs of columns, whose products are added in 32 bits.
+template <int M>
+static void few_pairs(const Weight& w, const Tokens& x, int first, int64_t panel, const Output& y) {
+  const __m256i table = Looked::table(w), nibble = _mm256_set1_epi8(15);
+  const uint8_t* units = w.units + panel * w.units_per_row * Looked::BYTES;
+  const uint32_t* items = x.items + first * x.stride;
+  Vec total[M];
+  for (int m = 0; m < M; m++) total[m] = zero();
+  for (int64_t g = 0; g < w.groups; g++) {
+    __m256i acc[M][2];
+    for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = _mm256_setzero_si256();
+    for (int64_t j = 0; j < w.group_units; j++, units += Looked::BYTES, items += 4) {
+      __builtin_prefetch(units + AHEAD, 0, 3);
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++) {
+        const __m256i codes = load_bits(units + 32 * half);
+        const __m256i even = _mm256_shuffle_epi8(table, _mm256_and_si256(codes, nibble));  // of pairs 0 and 2, byte by byte
+        const __m256i odd = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi32(codes, 4), nibble));
+        const __m256i pair[4] = {_mm256_srai_epi16(_mm256_slli_epi16(even, 8), 8), _mm256_srai_epi16(_mm256_slli_epi16(odd, 8), 8),
+                                 _mm256_srai_epi16(even, 8), _mm256_srai_epi16(odd, 8)};
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+          for (int p = 0; p < 4; p++) {
+            const __m256i both = _mm256_set1_epi32(int(items[m * x.stride + p]));
+            acc[m][half] = _mm256_add_epi32(acc[m][half], _mm256_madd_epi16(pair[p], both));
+          }
+      }
+    }
+    const Vec scale = load_scale(w, g, panel);
+    Vec zero_point;
+    if (w.zero) zero_point = load_zero(w, g, panel);
+    for (int m = 0; m < M; m++) {
+      const int64_t at = (first + m) * w.groups + g;
+      const __m256 unit = _mm256_set1_ps(x.steps[at]);
+      const Vec sum = {_mm256_mul_ps(_mm256_cvtepi32_ps(acc[m][0]), unit), _mm256_mul_ps(_mm256_cvtepi32_ps(acc[m][1]), unit)};
+      total[m] = finish(total[m], sum, scale, w.zero ? &zero_point : nullptr, x, at);
+    }
+  }
+  for (int m = 0; m < M; m++) put(y, first + m, panel, total[m]);
+}
+
+static void any_pairs(const Weight& w, const Tokens& x, int tokens, int64_t panel, const Output& y) {
+  int m = 0;
+  for (; tokens - m >= 4; m += 4) few_pairs<4>(w, x, m, panel, y);
+  if (tokens - m >= 2) few_pairs<2>(w, x, m, panel, y), m += 2;
+  if (tokens > m) few_pairs<1>(w, x, m, panel, y);
+}
+static constexpr Loops pairs{Looked::COLUMNS, Looked::BYTES, Looked::COLUMNS / 2, encode_pairs, any_pairs, nullptr};
 }  // namespace avx2
 #pragma GCC pop_options
 #endif  // x86
@@ -349,7 +447,8 @@ const Loops& loops_of(const std::string& isa, int bits) {
   if (isa == "avx512bf16") found = avx512bf16::loops_for(bits);
   if (isa == "avx512vnni") found = avx512vnni::loops_for(bits);
   if (isa == "avx512") found = avx512::loops_for(bits);
-  if (isa == "avx2") found = avx2::loops_for(bits);
+  if (isa == "avx2") found = bits == 4 ? &avx2::nibbles : avx2::loops_for(bits);
+  if (isa == "avx2 pairs") found = bits == 4 ? &avx2::pairs : nullptr;
 #endif
 #ifdef HAVE_NEON
   if (isa == "neon bf16") found = neonbf16::loops_for(bits);
@@ -359,16 +458,20 @@ const Loops& loops_of(const std::string& isa, int bits) {
   return *found;
 }
 
+// The loops that multiply few tokens in bfloat16 as integers where `isa` multiplies others, or "".
+std::string isa_of_integers(const std::string& isa) { return isa == "avx512bf16" ? "avx512vnni" : isa == "avx2" ? "avx2 pairs" : ""; }
+
 // The fewest equal pieces of a group, in whole units of columns, whose products with 16-bit integers fit into sums of 32 bits; 0: there
-// are none, values are not integers of a byte, a table has not 16 values, or there is no VNNI.
-int pieces_for_integers(int64_t columns, int64_t unit, const float* values, bool table, int bits) {
+// are none, values are not integers of a byte, a table has not 16 values, or this machine has no such loops.
+int pieces_for_integers(const std::string& isa, int64_t columns, int64_t unit, const float* values, bool table, int bits) {
+  if (!runs(isa) || (isa == "avx2 pairs" && bits != 4)) return 0;
   float largest = table ? 1 : float(1 << (bits - 1));
   for (int i = 0; table && i < 1 << bits; i++) {
     if (bits != 4 || values[i] != std::nearbyint(values[i]) || std::fabs(values[i]) > 127) return 0;
     largest = std::max(largest, std::fabs(values[i]));
   }
   const int64_t units = columns / unit, most = int64_t(65535 / largest) / unit;  // an input is at most 32,512
-  for (int64_t n = 1; runs("avx512vnni") && most && n <= units; n++)
+  for (int64_t n = 1; most && n <= units; n++)
     if (units % n == 0 && units / n <= most) return int(n);
   return 0;
 }
@@ -454,12 +557,13 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
     return y;
   }
   const std::string isa = wanted == "auto" ? best_isa(bfloat16) : wanted;
-  TORCH_CHECK((!of_pairs(isa) && isa != "avx512vnni") || bfloat16, "`isa` (='", isa, "') takes bfloat16, not ", x.scalar_type());
+  const bool asked_integers = isa == "avx512vnni" || isa == "avx2 pairs";
+  TORCH_CHECK((!of_pairs(isa) && !asked_integers) || bfloat16, "`isa` (='", isa, "') takes bfloat16, not ", x.scalar_type());
   const int64_t groups = scale.size(1), unit = loops_of(isa, bits).columns, columns = groups ? in / groups : in;
-  const bool integers = isa == "avx512vnni" || (isa == "avx512bf16" && wanted == "auto" && tokens <= FEW);
-  const int pieces = integers ? pieces_for_integers(columns, unit, values, table.has_value(), bits) : 0;
-  TORCH_CHECK(pieces || isa != "avx512vnni", "`isa` (='avx512vnni') does not take this table, or groups of ", columns, " columns");
-  const Loops& loops = loops_of(pieces ? "avx512vnni" : isa, bits);
+  const std::string for_few = asked_integers ? isa : wanted == "auto" && bfloat16 && tokens <= FEW ? isa_of_integers(isa) : "";
+  const int pieces = pieces_for_integers(for_few, columns, unit, values, table.has_value(), bits);
+  TORCH_CHECK(pieces || !asked_integers, "`isa` (='", isa, "') does not take this table, or groups of ", columns, " columns");
+  const Loops& loops = loops_of(pieces ? for_few : isa, bits);
 
   Weight w{};
   w.units = static_cast<const uint8_t*>(codes.const_data_ptr());
@@ -581,13 +685,14 @@ std::vector<at::Tensor> panels_matmul_several(const at::Tensor& x_, const std::v
 
 }  // namespace
 
-workbench::Product workbench::panels_product(const std::string& isa, int bits, Stored& stored) {
+workbench::Product workbench::panels_product(const std::string& isa, bool bfloat16, int bits, Stored& stored) {
   const Loops& loops = loops_of(isa, bits);
   const int64_t columns = stored.in / stored.groups;
-  const int pieces = isa == "avx512bf16" ? pieces_for_integers(columns, loops.columns, stored.table, !stored.integers, bits) : 0;
+  const std::string for_few = bfloat16 ? isa_of_integers(isa) : "";
+  const int pieces = pieces_for_integers(for_few, columns, loops.columns, stored.table, !stored.integers, bits);
   if (pieces) {
     stored.pieces = pieces;
-    const Loops& of_integers = loops_of("avx512vnni", bits);
+    const Loops& of_integers = loops_of(for_few, bits);
     return {Items::integers, columns / pieces, some_rows, &of_integers, of_integers.encode};
   }
   const Items items = loops.items < loops.columns ? Items::stored : Items::even_then_odd;

@@ -95,7 +95,7 @@ int64_t DecodeStep::weight(const std::string& layout, const at::Tensor& data, co
     if (zero) w->zero = *zero, w->stored.zero = zero->const_data_ptr<int8_t>();
     fill_table(table, bits, w->table);
     w->stored.table = w->table, w->stored.integers = !table;
-    w->bits = bits, w->product = panels_product(isa_, bits, w->stored), w->unit_bytes = UNIT * in * bits / 8;
+    w->bits = bits, w->product = panels_product(isa_, bfloat16_, bits, w->stored), w->unit_bytes = UNIT * in * bits / 8;
     w->stored.loops = w->product.loops;
     groups_ = std::max(groups_, w->stored.groups * w->stored.pieces);
   }
