@@ -210,8 +210,6 @@ def test_other_factors_are_refused(tiny, wrong, message):
 def test_compressed_models_are_accelerated(tiny, tokens, architecture, recipe):
     """Also if one linear gives queries, keys and values, if the residual stream is rotated between the blocks, and if
     there are experts."""
-    if recipe == "int8" and not native.w4a8_runs():
-        pytest.skip("no AVX512-VNNI")
     model = apply(parse_recipe(recipe), tiny(architecture, num_hidden_layers=3), tokens()).model.bfloat16()
     ids = (torch.arange(80) * 7919 % 96).view(2, 40)
     expected = logits(model, ids)
@@ -220,6 +218,25 @@ def test_compressed_models_are_accelerated(tiny, tokens, architecture, recipe):
     assert ("steps in one call of C++" in repr(model.acceleration)) == in_one_call
     found = logits(model, ids)
     assert 0 < float((found - expected).norm() / expected.norm()) < 0.05
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["llama", "phi3", "qwen2_moe"])
+@pytest.mark.parametrize("recipe", ["int8", "int8(activations=tensor)"])
+def test_int8_has_steps_where_integers_are_not_multiplied(tiny, tokens, architecture, recipe, monkeypatch):
+    """As on most desktops: its codes are multiplied by rounded inputs in floats. Copies and files have the codes alone."""
+    monkeypatch.setattr(native, "_integers", lambda: "")
+    monkeypatch.setattr("compress.formats.eight_bit.prepacked_fits", lambda w: False)
+    model = apply(parse_recipe(recipe), tiny(architecture, num_hidden_layers=3), tokens()).model.bfloat16()
+    ids = (torch.arange(80) * 7919 % 96).view(2, 40)
+    expected, stored = logits(model, ids), {name: t.clone() for name, t in model.state_dict().items()}
+    accelerate(model)
+    assert "steps in one call of C++" in repr(model.acceleration)
+    found = logits(model, ids)
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.05
+    assert all(torch.equal(t, stored[name]) for name, t in model.state_dict().items())
+    part = next(module for module in model.modules() if getattr(module, "panels", None) is not None)
+    assert torch.equal(copy.deepcopy(part).dequantize(), part.dequantize())
 
 
 @pytest.mark.in_turns
