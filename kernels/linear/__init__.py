@@ -37,6 +37,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: str =
     if impl == "cpu" and not _onednn_takes(x, weight, bias):
         given = ", ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in (x, weight, bias) if t is not None)
         raise ValueError(f"`impl` (='cpu') needs float32 CPU tensors that fit, without gradients, not {given}")
+    if impl == "auto" and torch.compiler.is_compiling():  # which has its own products, and cannot trace these questions
+        impl = "reference"
     if impl == "auto" and better_in_float32(x, weight, bias):
         ran("linear", "cpu float32")
         return in_float32(x.contiguous(), weight.contiguous(), bias)
