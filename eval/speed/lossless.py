@@ -21,6 +21,7 @@ from eval.record import noise
 from eval.record.measured import GuessedTokens, GuessingSpeed, Lossless
 from eval.record.metrics import fmt
 from eval.speed.device_lock import undisturbed
+from eval.text.through_cache import attachment
 from eval.writing.generation import PROMPTS, encode_prompt, end_tokens, write
 from kernels.step.accelerate import accelerate, why_not_verifying
 from kernels.support.deploy import deployed
@@ -184,8 +185,10 @@ def measure_lossless(
 def agreement(draft: nn.Module, ids: Tensor, text: Sequence[int]) -> list[bool]:
     """For each token of a text behind a prompt ids [1, n]: is it the draft's likeliest token there?"""
     whole = torch.cat([ids, torch.tensor([text])], 1).to(draft.device)
-    # An accelerated model reads into a cache in its own passes, and without one in those of transformers.
-    cache = DynamicCache(config=draft.config) if hasattr(draft, "acceleration") else None
+    # An accelerated model reads into a cache in its own passes, and without one in those of transformers. An attached
+    # compressed cache would replace it.
+    own = hasattr(draft, "acceleration") and attachment(draft) is None
+    cache = DynamicCache(config=draft.config) if own else None
     likeliest = draft(whole[:, :-1], past_key_values=cache, logits_to_keep=len(text)).logits[0].argmax(-1)
     return (likeliest.cpu() == torch.tensor(text)).tolist()
 

@@ -95,8 +95,8 @@ def fast_linear() -> Iterator[None]:
     """While the block runs, every `F.linear` (hence every `nn.Linear`) goes through `linear`.
 
     Same float32 arithmetic; two to three times faster if torch's own float32 product does not use AVX-512 where the
-    processor has it. Products in 16 bits that the processor only emulates are computed in float32: SmolLM2-135M in
-    bfloat16 reads 512 tokens in 1.2 s instead of 8.2 on two cores of a Zen 3.
+    processor has it. Products in 16 bits that the processor only emulates are computed in float32, several times
+    faster (`reports/published/decode-cpu-zen3.md`).
     """
     with _FastLinear():
         yield

@@ -42,7 +42,7 @@ def in_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @cache
 def faster_than_torch() -> bool:
     """Is oneDNN's product in float32 faster than torch's? On x86 that is MKL's, which does not use AVX-512 on every
-    processor that has it; with AVX2 alone, MKL was 1.1 times as fast (Zen 3)."""
+    processor that has it. With AVX2 alone MKL was faster on a Zen 3."""
     return not _is_x86() or "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 

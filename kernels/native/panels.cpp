@@ -94,10 +94,7 @@ namespace avx512vnni {
 using namespace wide;
 INLINE __mmask16 some(int64_t from, int64_t count) { return __mmask16(count - from >= 16 ? 0xFFFF : (1u << (count - from)) - 1); }
 
-// The unit of some integers: a power of two, so that elements not far below the largest one stay exact, and the largest integer
-// is at most 32,512; NaN if an element is not finite.
-struct Multiples {
-  float step, inverse;
+struct Multiples : Unit {  // of a group's items
   Multiples(const uint32_t* items, int64_t count) {
     __m512i top = _mm512_setzero_si512();
     for (int64_t i = 0; i < count; i += 16) {
@@ -105,10 +102,7 @@ struct Multiples {
       top = _mm512_max_epu16(top, both);
     }
     top = _mm512_max_epu16(_mm512_and_si512(top, _mm512_set1_epi32(0xFFFF)), _mm512_srli_epi32(top, 16));
-    const uint32_t most = uint32_t(_mm512_reduce_max_epi32(top)), finite = most < 0x7F80;
-    const uint32_t above = (most + 1) >> 7, exponent = above < 15 ? 15 : above;  // a power of two, if the one below it is not enough
-    const uint32_t bits[] = {finite ? (exponent - 14) << 23 : 0x7FC00000, (268 - exponent) << 23};  // 2^(e - 141), its inverse
-    std::memcpy(&step, bits, 4), std::memcpy(&inverse, bits + 1, 4);
+    Unit::operator=(unit_of(uint32_t(_mm512_reduce_max_epi32(top))));
   }
   __attribute__((always_inline)) __m512i codes(__m512i bits) const {
     return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(inverse)));
@@ -148,11 +142,6 @@ struct Nibbles {
 struct Looked {
   static constexpr int COLUMNS = Nibbles::COLUMNS, BYTES = Nibbles::BYTES, ITEMS = Nibbles::ITEMS;
   using Words = Nibbles::Words;
-  STATIC bool takes(const Weight& w) {
-    for (int i = 0; i < 16; i++)
-      if (w.table[i] != float(int(w.table[i])) || __builtin_fabsf(w.table[i]) > 127) return false;
-    return true;
-  }
   STATIC Words load(const uint8_t* p) { return Nibbles::load(p); }
   STATIC __m256i table(const Weight& w) {
     alignas(16) int8_t values[16];
@@ -198,10 +187,10 @@ struct Bytes {
 #include "panels_loops.inc"
 
 static void few_nibbles(const Weight& w, const Tokens& x, int tokens, int64_t panel, const Output& y) {
-  Looked::takes(w) ? few_any<Looked>(w, x, tokens, panel, y) : few_any<Nibbles>(w, x, tokens, panel, y);
+  of_bytes(w.table) ? few_any<Looked>(w, x, tokens, panel, y) : few_any<Nibbles>(w, x, tokens, panel, y);
 }
 static void many_nibbles(const Weight& w, const Tokens& x, int tokens, int64_t panel, float* scratch, const Output& y) {
-  Looked::takes(w) ? many<Looked>(w, x, tokens, panel, scratch, y) : many<Nibbles>(w, x, tokens, panel, scratch, y);
+  of_bytes(w.table) ? many<Looked>(w, x, tokens, panel, scratch, y) : many<Nibbles>(w, x, tokens, panel, scratch, y);
 }
 static constexpr Loops nibbles{Nibbles::COLUMNS, Nibbles::BYTES, Nibbles::ITEMS, nullptr, few_nibbles, many_nibbles};
 
@@ -212,14 +201,14 @@ static float encode_pairs(const uint32_t* items, int64_t count, uint32_t* to, in
     const uint32_t even = items[i] & 0x7FFF, odd = items[i] >> 16 & 0x7FFF, larger = even > odd ? even : odd;
     most = larger > most ? larger : most;
   }
-  const uint32_t above = (most + 1) >> 7, exponent = above < 15 ? 15 : above;
-  const float step = most < 0x7F80 ? float_of((exponent - 14) << 23) : float_of(0x7FC00000), inverse = float_of((268 - exponent) << 23);
+  const Unit unit = unit_of(most);
   for (int64_t i = 0; i < count; i++) {
-    const float even = __builtin_rintf(float_of(items[i] << 16) * inverse), odd = __builtin_rintf(float_of(items[i] & 0xFFFF0000) * inverse);
+    const float even = __builtin_rintf(float_of(items[i] << 16) * unit.inverse);
+    const float odd = __builtin_rintf(float_of(items[i] & 0xFFFF0000) * unit.inverse);
     to[i] = (uint32_t(int32_t(even)) & 0xFFFF) | uint32_t(int32_t(odd)) << 16;
   }
   *total = 0;  // values of 0 are codes of 0
-  return step;
+  return unit.step;
 }
 
 // M tokens by a panel whose nibbles index integers of 8 bits: pairs of columns, whose products are added in 32 bits.
@@ -465,11 +454,9 @@ std::string isa_of_integers(const std::string& isa) { return isa == "avx512bf16"
 // are none, values are not integers of a byte, a table has not 16 values, or this machine has no such loops.
 int pieces_for_integers(const std::string& isa, int64_t columns, int64_t unit, const float* values, bool table, int bits) {
   if (!runs(isa) || (isa == "avx2 pairs" && bits != 4)) return 0;
+  if (table && (bits != 4 || !of_bytes(values))) return 0;
   float largest = table ? 1 : float(1 << (bits - 1));
-  for (int i = 0; table && i < 1 << bits; i++) {
-    if (bits != 4 || values[i] != std::nearbyint(values[i]) || std::fabs(values[i]) > 127) return 0;
-    largest = std::max(largest, std::fabs(values[i]));
-  }
+  for (int i = 0; table && i < 16; i++) largest = std::max(largest, std::fabs(values[i]));
   const int64_t units = columns / unit, most = int64_t(65535 / largest) / unit;  // an input is at most 32,512
   for (int64_t n = 1; most && n <= units; n++)
     if (units % n == 0 && units / n <= most) return int(n);
