@@ -363,25 +363,26 @@ def make(variant: TimedModel) -> nn.Module:
 
 
 def make_ready(variant: TimedModel, eager: nn.Module, prompt_tokens: int, new_tokens: int, batch: int = 1) -> None:
-    """Run everything once eagerly, which also makes the cache's tensors; then compiled, if requested and possible."""
+    """Make the cache by a short pass, and the fast passes if requested and possible; else run everything once eagerly."""
     length = -(-(prompt_tokens + new_tokens) // 64) * 64
     cache = variant.cache = static_cache(variant.model, length)
     variant.step, variant.execution = _step(eager, cache), "eager"
-    with recording() as variant.kernels:
-        _round(variant, prompt_tokens, 1, batch)
-    if not variant.compiled and not variant.native:
-        return
-    try:
-        step = fast_decoder(variant, prompt_tokens, batch)
-    except NotNative:
-        return
-    except NotRegional as error:
-        variant.execution = f"eager ({error})"
-        return
-    except Exception as error:  # no compiler, or an unsupported model: report it, and continue eagerly
-        first = first_line(error)
-        warnings.warn(f"the model does not compile, so it runs eagerly: {first}", stacklevel=2)
-        variant.execution = f"eager (does not compile: {first[:120]})"
+    step = None
+    if variant.compiled or variant.native:
+        _round(variant, 1, 1, batch)
+        try:
+            step = fast_decoder(variant, prompt_tokens, batch)
+        except NotNative:
+            pass
+        except NotRegional as error:
+            variant.execution = f"eager ({error})"
+        except Exception as error:  # no compiler, or an unsupported model: report it, and continue eagerly
+            first = first_line(error)
+            warnings.warn(f"the model does not compile, so it runs eagerly: {first}", stacklevel=2)
+            variant.execution = f"eager (does not compile: {first[:120]})"
+    if step is None:
+        with recording() as variant.kernels:
+            _round(variant, prompt_tokens, 1, batch)
         return
     variant.step, variant.kernels = step, step.kernels
     variant.execution = step.how(len(variant.packing.weights))
@@ -517,7 +518,8 @@ def fast_decoder(variant: TimedModel, prompt_tokens: int, batch: int = 1) -> Fas
             reason = str(error)
     if one.device.type == "cpu":
         try:
-            return FastDecoder(prompt, native_step(variant.model, cache, one, position, after_prompt))
+            decoder = prompt.forward.decoder if isinstance(prompt, NativePrompt) else None
+            return FastDecoder(prompt, native_step(variant.model, cache, one, position, after_prompt, decoder))
         except NotNative as error:
             reason = str(error)
     if not variant.compiled:

@@ -211,30 +211,52 @@ static float encode_pairs(const uint32_t* items, int64_t count, uint32_t* to, in
   return unit.step;
 }
 
-// M tokens by a panel whose nibbles index integers of 8 bits: pairs of columns, whose products are added in 32 bits.
-template <int M>
+// Coders of pairs: `pairs` gives, for eight rows from `half` on, the values of all pairs of columns of a unit, as integers of 16 bits.
+struct LookedPairs {
+  static constexpr int COLUMNS = Looked::COLUMNS, BYTES = Looked::BYTES, PAIRS = COLUMNS / 2, MOST = 4;
+  STATIC __m256i table(const Weight& w) { return Looked::table(w); }
+  STATIC void pairs(const uint8_t* p, int half, __m256i table, __m256i* pair) {
+    const __m256i codes = load_bits(p + 32 * half), nibble = _mm256_set1_epi8(15);
+    const __m256i even = _mm256_shuffle_epi8(table, _mm256_and_si256(codes, nibble));  // of pairs 0 and 2, byte by byte
+    const __m256i odd = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi32(codes, 4), nibble));
+    pair[0] = _mm256_srai_epi16(_mm256_slli_epi16(even, 8), 8), pair[1] = _mm256_srai_epi16(_mm256_slli_epi16(odd, 8), 8);
+    pair[2] = _mm256_srai_epi16(even, 8), pair[3] = _mm256_srai_epi16(odd, 8);
+  }
+};
+
+template <int BITS>
+struct PlanePairs {
+  static constexpr int COLUMNS = Planes<BITS>::COLUMNS, BYTES = Planes<BITS>::BYTES, PAIRS = COLUMNS / 2, MOST = 2;
+  STATIC int table(const Weight&) { return 0; }
+  STATIC void pairs(const uint8_t* p, int half, int, __m256i* pair) {
+    const auto words = load_planes<BITS>(p, 8 * half);
+    const __m256i code = _mm256_set1_epi16((1 << BITS) - 1), middle = _mm256_set1_epi16(1 << (BITS - 1));
+#pragma GCC unroll 8
+    for (int i = 0; i < PAIRS; i++) pair[i] = _mm256_sub_epi16(_mm256_and_si256(code_of(words, i, 0), code), middle);
+  }
+};
+
+// M tokens by a panel whose values are integers of 8 bits or less: pairs of columns, whose products are added in 32 bits.
+template <class C, int M>
 static void few_pairs(const Weight& w, const Tokens& x, int first, int64_t panel, const Output& y) {
-  const __m256i table = Looked::table(w), nibble = _mm256_set1_epi8(15);
-  const uint8_t* units = w.units + panel * w.units_per_row * Looked::BYTES;
+  const auto table = C::table(w);
+  const uint8_t* units = w.units + panel * w.units_per_row * C::BYTES;
   const uint32_t* items = x.items + first * x.stride;
   Vec total[M];
   for (int m = 0; m < M; m++) total[m] = zero();
   for (int64_t g = 0; g < w.groups; g++) {
     __m256i acc[M][2];
     for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = _mm256_setzero_si256();
-    for (int64_t j = 0; j < w.group_units; j++, units += Looked::BYTES, items += 4) {
-      __builtin_prefetch(units + AHEAD, 0, 3);
+    for (int64_t j = 0; j < w.group_units; j++, units += C::BYTES, items += C::PAIRS) {
+      for (int b = 0; b < C::BYTES; b += 64) __builtin_prefetch(units + AHEAD + b, 0, 3);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) {
-        const __m256i codes = load_bits(units + 32 * half);
-        const __m256i even = _mm256_shuffle_epi8(table, _mm256_and_si256(codes, nibble));  // of pairs 0 and 2, byte by byte
-        const __m256i odd = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi32(codes, 4), nibble));
-        const __m256i pair[4] = {_mm256_srai_epi16(_mm256_slli_epi16(even, 8), 8), _mm256_srai_epi16(_mm256_slli_epi16(odd, 8), 8),
-                                 _mm256_srai_epi16(even, 8), _mm256_srai_epi16(odd, 8)};
+        __m256i pair[C::PAIRS];
+        C::pairs(units, half, table, pair);
+#pragma GCC unroll 8
+        for (int p = 0; p < C::PAIRS; p++)
 #pragma GCC unroll 4
-        for (int m = 0; m < M; m++)
-#pragma GCC unroll 4
-          for (int p = 0; p < 4; p++) {
+          for (int m = 0; m < M; m++) {
             const __m256i both = _mm256_set1_epi32(int(items[m * x.stride + p]));
             acc[m][half] = _mm256_add_epi32(acc[m][half], _mm256_madd_epi16(pair[p], both));
           }
@@ -253,13 +275,27 @@ static void few_pairs(const Weight& w, const Tokens& x, int first, int64_t panel
   for (int m = 0; m < M; m++) put(y, first + m, panel, total[m]);
 }
 
+template <class C>
 static void any_pairs(const Weight& w, const Tokens& x, int tokens, int64_t panel, const Output& y) {
   int m = 0;
-  for (; tokens - m >= 4; m += 4) few_pairs<4>(w, x, m, panel, y);
-  if (tokens - m >= 2) few_pairs<2>(w, x, m, panel, y), m += 2;
-  if (tokens > m) few_pairs<1>(w, x, m, panel, y);
+  for (; C::MOST == 4 && tokens - m >= 4; m += 4) few_pairs<C, 4>(w, x, m, panel, y);
+  for (; tokens - m >= 2; m += 2) few_pairs<C, 2>(w, x, m, panel, y);
+  if (tokens > m) few_pairs<C, 1>(w, x, m, panel, y);
 }
-static constexpr Loops pairs{Looked::COLUMNS, Looked::BYTES, Looked::COLUMNS / 2, encode_pairs, any_pairs, nullptr};
+
+template <class C>
+static constexpr Loops of_pairs{C::COLUMNS, C::BYTES, C::PAIRS, encode_pairs, any_pairs<C>, nullptr};
+
+static const Loops* pairs_for(int bits) {
+  switch (bits) {
+    case 2: return &of_pairs<PlanePairs<2>>;
+    case 3: return &of_pairs<PlanePairs<3>>;
+    case 4: return &of_pairs<LookedPairs>;
+    case 5: return &of_pairs<PlanePairs<5>>;
+    case 6: return &of_pairs<PlanePairs<6>>;
+    default: return nullptr;  // bytes are multiplied as fast as floats
+  }
+}
 }  // namespace avx2
 #pragma GCC pop_options
 #endif  // x86
@@ -437,7 +473,7 @@ const Loops& loops_of(const std::string& isa, int bits) {
   if (isa == "avx512vnni") found = avx512vnni::loops_for(bits);
   if (isa == "avx512") found = avx512::loops_for(bits);
   if (isa == "avx2") found = bits == 4 ? &avx2::nibbles : avx2::loops_for(bits);
-  if (isa == "avx2 pairs") found = bits == 4 ? &avx2::pairs : nullptr;
+  if (isa == "avx2 pairs") found = avx2::pairs_for(bits);
 #endif
 #ifdef HAVE_NEON
   if (isa == "neon bf16") found = neonbf16::loops_for(bits);
@@ -453,7 +489,7 @@ std::string isa_of_integers(const std::string& isa) { return isa == "avx512bf16"
 // The fewest equal pieces of a group, in whole units of columns, whose products with 16-bit integers fit into sums of 32 bits; 0: there
 // are none, values are not integers of a byte, a table has not 16 values, or this machine has no such loops.
 int pieces_for_integers(const std::string& isa, int64_t columns, int64_t unit, const float* values, bool table, int bits) {
-  if (!runs(isa) || (isa == "avx2 pairs" && bits != 4)) return 0;
+  if (!runs(isa) || (isa == "avx2 pairs" && bits == 8)) return 0;
   if (table && (bits != 4 || !of_bytes(values))) return 0;
   float largest = table ? 1 : float(1 << (bits - 1));
   for (int i = 0; table && i < 16; i++) largest = std::max(largest, std::fabs(values[i]));

@@ -92,14 +92,15 @@ def native_step(
         model: a causal decoder. cache: static, filled up to the position of the step.
         tokens, positions: [batch, 1] and [1, 1], for the step that is checked; all later steps have these shapes.
         restore: restores the cache to its state before the step.
-        decoder: the model, if it is recognised already.
+        decoder: the model, if it is recognised and its layers are compared already (`native_prompt` does).
 
     Raises:
         NotNative: an unknown model, format or cache, or a step whose logits differ from the model's.
     """
-    decoder = decoder or recognise(model)
-    step = step_of(decoder, rooms_of(decoder, cache), len(tokens))
-    check_likeness(model, decoder)
+    known = decoder or recognise(model)
+    step = step_of(known, rooms_of(known, cache), len(tokens))
+    if decoder is None:
+        check_likeness(model, known)
     restore()
     try:
         with recording() as step.kernels:

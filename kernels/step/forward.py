@@ -16,7 +16,7 @@ from transformers import Cache
 
 from kernels import native
 from kernels.kv_decode import KV, kv_decode
-from kernels.linear import better_in_float32, tiles
+from kernels.linear import better_in_float32, fast_linear, tiles
 from kernels.linear.onednn import in_float32, lay_out, lays_out, product
 from kernels.linear.rows import faster_than_onednn, products, rows_fit
 from kernels.prompt_attention import faster_than_torch, prompt_attention
@@ -399,7 +399,12 @@ def native_prompt(
     cache.reset()
     count = min(CHECKED, tokens.shape[1])
     at = torch.arange(tokens.shape[1])[None]
-    expected = model(tokens, past_key_values=cache, position_ids=at, use_cache=True, logits_to_keep=count).logits
+
+    def of_model() -> Tensor:
+        with fast_linear():
+            return model(tokens, past_key_values=cache, position_ids=at, use_cache=True, logits_to_keep=count).logits
+
+    expected = of_model()
     cache.reset()
     with recording() as prompt.kernels:
         found = prompt.forward(tokens, rooms, 0, keep=count)
@@ -407,7 +412,7 @@ def native_prompt(
 
     def own() -> list[float]:
         with shaken(model):
-            again = model(tokens, past_key_values=cache, position_ids=at, use_cache=True, logits_to_keep=count).logits
+            again = of_model()
         cache.reset()
         return _differences(again, expected)
 

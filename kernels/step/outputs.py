@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from kernels.linear import fast_linear
 from kernels.step.cache import LayerRoom
 from kernels.step.forward import DecoderForward
 from kernels.step.program import Norm
@@ -86,7 +87,8 @@ def _own(model: nn.Module, ids: Tensor) -> tuple[list[Tensor], list[Tensor], lis
     hooks = [block.register_forward_hook(note, with_kwargs=True, prepend=True) for block in model.model.layers]
     hooks.append(model.get_output_embeddings().register_forward_hook(lambda *given: products.append(given[-1])))
     try:
-        logits = model(ids, use_cache=False).logits
+        with fast_linear():
+            logits = model(ids, use_cache=False).logits
     finally:
         for hook in hooks:
             hook.remove()

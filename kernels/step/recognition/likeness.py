@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from kernels import native
+from kernels.linear import fast_linear
 from kernels.step.between import turn_and_store
 from kernels.step.recognition.decoder import Decoder, DecoderBlock
 from kernels.step.recognition.parts import NotNative
@@ -103,7 +104,7 @@ def check_likeness(model: nn.Module, decoder: Decoder, prepare: Prepare | None =
     device = model.device
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or TOKENS
     for start in sorted({0, max(most - TOKENS, 0)}):
-        with _looking(model, decoder) as (looked, arguments):
+        with _looking(model, decoder) as (looked, arguments), fast_linear():
             ids = (torch.arange(TOKENS, device=device) * 7919 % model.get_input_embeddings().num_embeddings)[None]
             at = torch.arange(start, start + TOKENS, device=device)[None]
             model(ids, position_ids=at, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1)
