@@ -363,7 +363,7 @@ def make(variant: TimedModel) -> nn.Module:
 
 
 def make_ready(variant: TimedModel, eager: nn.Module, prompt_tokens: int, new_tokens: int, batch: int = 1) -> None:
-    """Make the cache by a short pass, and the fast passes if requested and possible; else run everything once eagerly."""
+    """Make the cache by a short pass, and the fast passes if requested and possible; else run all once eagerly."""
     length = -(-(prompt_tokens + new_tokens) // 64) * 64
     cache = variant.cache = static_cache(variant.model, length)
     variant.step, variant.execution = _step(eager, cache), "eager"

@@ -1,6 +1,7 @@
 """`workbench cost` predicts, from shapes alone, what the models that were really compressed are found to cost."""
 
 import copy
+import json
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -157,6 +158,20 @@ def test_the_cache_of_latent_attention(tmp_path, capsys):
     config.save_pretrained(tmp_path)
     assert main(["cost", str(tmp_path), "--device", "h100-sxm"]) == 0
     assert "each token adds 70.272 kB to the cache" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [[], ["--memory", "24GB"], ["--memory", "6GB", "--disk", "2GB"]])
+def test_a_prediction_is_given_as_json(more, capsys):
+    """With the numbers that the table shows."""
+    arguments = ["cost", "llama-8b", "--device", "l4", "--recipe", "gptq(bits=4)", *more]
+    assert main([*arguments, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert main(arguments) == 0
+    rows = table(capsys.readouterr().out)
+    assert said["cache_bytes_per_token"] == 131_072 and said["device"] == "l4" and len(said["rows"]) == len(rows)
+    first = said["rows"][0]
+    shown = f"{first['held_bytes' if '--disk' in more else 'weight_bytes'] / 1e6:,.1f}"
+    assert shown in " ".join(map(" ".join, rows)) + " ".join(next(iter(rows.values())))
 
 
 def test_a_device_by_its_data_sheet():

@@ -5,7 +5,9 @@ Nothing is loaded or compressed: shapes come from the configuration, and stored 
 """
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 
@@ -64,6 +66,7 @@ def declare(command) -> None:
         help="bytes per second that a disk gives, such as 2GB: how fast one sequence decodes if --memory holds only "
         "some of the weights, and the others are read for every token",
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead, in bytes and seconds")
 
 
 def cost(options: argparse.Namespace) -> int:
@@ -94,13 +97,18 @@ def cost(options: argparse.Namespace) -> int:
     ceilings, how = ceilings_of(options.device)
     about = {"context": options.context, "batch": options.batch, "ceilings": ceilings}
     if disk:
-        rows = _rows_of_disk(stored, memory, disk, **about)
+        facts, cells = _rows_of_disk(stored, memory, disk, **about)
     elif memory:
-        found = costs.combinations(model, stored, kept, caches, memory=memory, **about)
-        rows = _rows_of_memory(options, found)
+        facts, cells = _rows_of_memory(options, costs.combinations(model, stored, kept, caches, memory=memory, **about))
     else:
-        rows = _rows(stored, kept, **about)
-    print(aligned(rows))
+        facts, cells = _rows(stored, kept, **about)
+    grows = cache_bytes_per_token(model.config)
+    if options.json:
+        asked = {"model": options.model, "device": options.device, "context": options.context, "batch": options.batch}
+        rates = {"read_bytes_per_s": ceilings.bandwidth, "flops_per_s": ceilings.rates.get("bfloat16"), "how": how}
+        print(json.dumps(asked | rates | {"cache_bytes_per_token": grows, "rows": facts}))
+        return 0
+    print(aligned(cells))
     peak = ceilings.rates.get("bfloat16")
     rate = f" and {peak / 1e12:,.3g} TFLOP/s" if peak else ""
     together = "as many rows as fit" if memory and not disk and options.batch is None else options.batch or 1
@@ -108,7 +116,6 @@ def cost(options: argparse.Namespace) -> int:
         f"\na step of {together} x 1 token behind {options.context:,} on {options.device}: "
         f"{ceilings.bandwidth / 1e9:,.0f} GB/s{rate} ({how})"
     )
-    grows = cache_bytes_per_token(model.config)
     print(f"each token adds {grows / 1e3:,.3f} kB to the cache in 16 bits, in layers without a window")
     if disk:
         print("one block is read while the one before computes; the embedding's rows are read as they are looked up")
@@ -157,28 +164,34 @@ def _recipes(texts: Sequence[str], option: str, check: Any, standard: str) -> di
     return found
 
 
-def _rows(stored: Mapping[str, Any], kept: Mapping[str, Any], *, batch: int | None, **about: Any) -> list[tuple]:
-    """The cells of predicted steps, with a head."""
+Rows = tuple[list[dict[str, Any]], list[tuple]]  # facts, and the cells of a table with its head
+
+
+def _rows(stored: Mapping[str, Any], kept: Mapping[str, Any], *, batch: int | None, **about: Any) -> Rows:
+    """Predicted steps."""
     from dataclasses import replace
 
     from eval.speed.cost import predict
 
-    rows = [("weights", "cache", "weights read", "cache read", "operations", "least time", "tokens/s", "bound by")]
+    head = "weights", "cache", "weights read", "cache read", "operations", "least time", "tokens/s", "bound by"
+    facts, rows = [], [head]
     for name, one in stored.items():
         for cache, layers in kept.items():
             row = predict(name, replace(one.work, cache=layers), batch=batch or 1, **about)
             read = f"{row.weight_bytes / 1e6:,.1f} MB", f"{row.cache_bytes / 1e6:,.1f} MB"
             time = f"{row.predicted_s * 1e3:,.3g} ms", f"{row.batch / row.predicted_s:,.0f}"
             rows.append((name, cache, *read, f"{row.flops / 1e9:,.2f} GFLOP", *time, row.bound))
-    return rows
+            sizes = {"weight_bytes": row.weight_bytes, "cache_bytes": row.cache_bytes, "flops": row.flops}
+            facts.append({"weights": name, "cache": cache, **sizes, "seconds": row.predicted_s, "bound": row.bound})
+    return facts, rows
 
 
-def _rows_of_disk(stored: Mapping[str, Any], memory: int, disk: int, *, batch: int | None, **about: Any) -> list[tuple]:
-    """The cells of steps with weights of which the memory holds only some, with a head."""
+def _rows_of_disk(stored: Mapping[str, Any], memory: int, disk: int, *, batch: int | None, **about: Any) -> Rows:
+    """Steps with weights of which the memory holds only some."""
     from eval.speed.cost import predict
     from notebooks.study.costs import window_of
 
-    rows = [("weights", "stay in memory", "read from disk", "least time", "tokens/s", "bound by")]
+    facts, rows = [], [("weights", "stay in memory", "read from disk", "least time", "tokens/s", "bound by")]
     for name, one in stored.items():
         window, row = window_of(one, memory), predict(name, one.work, batch=batch or 1, **about)
         seconds = window.seconds(disk, row.predicted_s)
@@ -186,7 +199,9 @@ def _rows_of_disk(stored: Mapping[str, Any], memory: int, disk: int, *, batch: i
         sizes = f"{window.held_bytes / 1e6:,.1f} MB", f"{window.streamed_bytes / 1e6:,.1f} MB"
         time = f"{seconds:,.3g} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"
         rows.append((name, *sizes, time, f"{row.batch / seconds:,.3g}", bound))
-    return rows
+        held = {"held_bytes": window.held_bytes, "streamed_bytes": window.streamed_bytes}
+        facts.append({"weights": name, **held, "seconds": seconds, "bound": bound})
+    return facts, rows
 
 
 _ROOM = (
@@ -196,8 +211,8 @@ _ROOM = (
 )
 
 
-def _rows_of_memory(options: argparse.Namespace, found: Sequence[Any]) -> list[tuple]:
-    """The cells of combinations in a memory, with a head.
+def _rows_of_memory(options: argparse.Namespace, found: Sequence[Any]) -> Rows:
+    """Combinations in a memory.
 
     Raises:
         ValueError: none fits; the message says how near one comes.
@@ -218,4 +233,4 @@ def _rows_of_memory(options: argparse.Namespace, found: Sequence[Any]) -> list[t
         sizes = (f"{size / 1e6:,.1f}" for size in (one.weight_bytes, one.cache_bytes, one.room))
         speeds = (f"{one.alone:,.0f}", f"{one.tokens_per_s:,.0f}", one.bound) if one.fits else ("", "", "")
         rows.append((one.weights, one.cache, *sizes, f"{one.sequences:,}", *speeds, ", ".join(marks)))
-    return rows
+    return [asdict(one) for one in found], rows
