@@ -158,14 +158,10 @@ def compare_logits(
     """
     device = next(model.parameters()).device
     loaded = loaded.eval().to(device)
-    ids = prompts(model, tokenizer).to(device)
     with evaluating(model):
-        for _ in range(NEW_TOKENS):
-            expected = model(ids, use_cache=False).logits  # [prompts, T, vocabulary]
-            ids = torch.cat([ids, expected[:, -1:].argmax(-1)], 1)
-    ids = ids[:, :-1]
+        ids = _continued(model, prompts(model, tokenizer).to(device))
+        expected = model(ids, use_cache=False).logits.float()  # [prompts, T, vocabulary]
     given = loaded(ids, use_cache=False).logits.float()
-    expected = expected.float()
     steps = torch.zeros((), device=device)
     if activations_as_they_are is not None:
         with activations_as_they_are(loaded):
@@ -182,6 +178,18 @@ def compare_logits(
             f"the loaded model has the same weights as the model in memory but gives different logits: {agreement}"
         )
     return agreement
+
+
+def _continued(model: nn.Module, ids: Tensor) -> Tensor:
+    """ids [prompts, T] and what the model writes behind them, so that NEW_TOKENS choices can be compared."""
+    read, cache = ids, {}
+    for _ in range(NEW_TOKENS - 1):
+        out = model(read, use_cache=True, **cache)
+        chosen = out.logits[:, -1:].argmax(-1)
+        ids = torch.cat([ids, chosen], 1)
+        known = out.get("past_key_values")
+        read, cache = (ids, {}) if known is None else (chosen, {"past_key_values": known})
+    return ids
 
 
 def _noise(model: nn.Module, ids: Tensor, given: Tensor) -> Tensor:
