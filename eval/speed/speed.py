@@ -88,6 +88,7 @@ class TimedModel:
 PHASES = ("prefill", "step", "decode")
 PLAIN = ("bfloat16", "float32")  # variants of the baseline as run by plain transformers
 PLAIN_SHARE, LEAST_TOKENS = 0.25, 4  # of the tokens that the others decode, and their least number
+SLOW, SLOW_ROUNDS = 8.0, 2  # a variant that takes so many times as long as the fastest is timed in so many rounds
 ROOM = 1.5  # free memory needed for another variant, as a multiple of the largest variant's so far
 
 
@@ -176,7 +177,8 @@ def measure_speed(
     noise = spreads(next(iter(variants.values())).twice, rounds), meter.load
     speeds = {}
     for name, variant in variants.items():
-        settings = TimingSettings(**counts | {"new_tokens": variant.decodes(new_tokens)}, groups=groups)
+        own = {"new_tokens": variant.decodes(new_tokens), "rounds": min(rounds, len(variant.ttft_s))}
+        settings = TimingSettings(**counts | own, groups=groups)
         speeds[name] = _speed(variant, settings, bandwidth, *noise)
     return speeds
 
@@ -243,7 +245,8 @@ def in_turns(
     meter: LoadMeter,
     repeats: int | None = None,
 ) -> None:
-    """Time prepared variants, round by round; the results go into their `ttft_s`, `token_s` and `written_s`.
+    """Time prepared variants, round by round; the results go into their `ttft_s`, `token_s` and `written_s`. A variant
+    that is far slower than the others (SLOW) is left out of later rounds, which would take most of the time.
 
     Args:
         meter: measures the load of the machine meanwhile.
@@ -251,12 +254,17 @@ def in_turns(
             known; the ratios go into its `twice`. None: all rounds.
     """
     first, size = next(iter(held.values())), (prompt_tokens, new_tokens, batch)
+    took: dict[str, float] = {}
     with meter:
         for turn in range(rounds):
             meter.look()
             for place, (name, variant) in enumerate(held.items()):
                 progress.set_postfix_str(name)
+                if turn >= SLOW_ROUNDS and variant is not first and took[name] > SLOW * min(took.values()):
+                    progress.update()
+                    continue
                 times = _times(variant, *size)
+                took[name] = 2 * times[0] + variant.decodes(new_tokens) * sum(times[1:])  # it reads the prompt twice
                 for into, seconds in zip((variant.ttft_s, variant.token_s, variant.written_s), times, strict=True):
                     into.append(seconds)
                 progress.update()

@@ -143,6 +143,16 @@ def test_the_first_variant_is_timed_twice_in_every_turn(tiny, monkeypatch):
         assert one.load.seconds >= 0 and (one.load.others is None or 0 <= one.load.others <= 1.01)
 
 
+def test_a_variant_that_is_far_slower_is_timed_less_often(tiny, monkeypatch):
+    """As one in emulated products is, whose rounds would take most of the time; its record says in how many rounds."""
+    models = {name: tiny("llama", num_hidden_layers=1) for name in ("first", "slow", "other")}
+    variants = {name: TimedModel(one, compiled=False) for name, one in models.items()}
+    monkeypatch.setattr(speed, "_times", lambda one, *_: (9.0 if one is variants["slow"] else 1.0, 0.1, 0.1))
+    found = measure_speed(variants, prompt_tokens=4, new_tokens=2, rounds=5)
+    assert {name: one.settings.rounds for name, one in found.items()} == {"first": 5, "slow": 2, "other": 5}
+    assert found["slow"].time_to_first_token_s == 9.0
+
+
 @pytest.mark.slow
 def test_however_many_variants_all_are_compiled(tiny):
     """torch.compile gives up on code that it has compiled a few times, for whichever model: no variant may suffer from
