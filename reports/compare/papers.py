@@ -1,6 +1,7 @@
 """The list of papers (seeds/papers.yml) as a page: the claim of each paper, and our measurement."""
 
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +70,8 @@ def recorded(record: Mapping[str, object], path: str) -> float:
     """The number in a record that a key path of the ledger names.
 
     Args:
-        path: keys with " / " between them; an entry of a list is named by its recipe, value, model, key or place.
-            " and " averages two such numbers, and " over " divides two.
+        path: keys with " / " between them; an entry of a list is named by its recipe, value, model, key or place. A
+            list of numbers stands for their median. " and " averages two such numbers, and " over " divides two.
 
     Raises:
         KeyError: the record has no such key.
@@ -83,7 +84,7 @@ def recorded(record: Mapping[str, object], path: str) -> float:
         found: Any = record
         for key in one.split(" / "):
             found = _entry(found, key) if isinstance(found, list) else found[key]
-        numbers.append(found)
+        numbers.append(statistics.median(found) if isinstance(found, list) else found)
     return sum(numbers) / len(numbers)
 
 

@@ -303,7 +303,8 @@ def test_figures_of_the_ledger_are_those_of_the_records(entry):
 
 
 def test_figures_are_read_with_their_units():
-    record = {"a": {"b": 0.8749, "c": 1.0}, "d": {"e.f": 113095296}}
+    record = {"a": {"b": 0.8749, "c": 1.0}, "d": {"e.f": 113095296}, "rounds": [3.0, 1.0, 2.0]}
+    assert agrees("2.0", recorded(record, "rounds")) and agrees("3.0", recorded(record, "rounds / 0"))
     assert agrees("0.87", recorded(record, "a / b")) and not agrees("0.88", recorded(record, "a / b"))
     assert agrees("87 %", recorded(record, "a / b")) and agrees("87 of 100", recorded(record, "a / b"))
     assert agrees("113.1 MB", recorded(record, "d / e.f")) and agrees("113,095,296", recorded(record, "d / e.f"))
