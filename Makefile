@@ -16,7 +16,7 @@ UV      = $(shell command -v uv >/dev/null && ! $(PYTHON) -m pip config list 2>/
 INSTALL = $(if $(UV),uv pip install -q --python $(BIN)/python,$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile)
 
 SWEEP ?= quickstart
-JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))  # tests at once
+JOBS   ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$(( n > 4 ? 4 : n )))  # tests at once
 
 .PHONY: demo sweep lint picture quick test test-all docs aarch64 sanitize lab bench gpu rivals interop interop-experts constraints clean compiler browser
 
