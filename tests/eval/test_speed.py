@@ -147,10 +147,10 @@ def test_a_variant_that_is_far_slower_is_timed_less_often(tiny, monkeypatch):
     """As one in emulated products is, whose rounds would take most of the time; its record says in how many rounds."""
     models = {name: tiny("llama", num_hidden_layers=1) for name in ("first", "slow", "other")}
     variants = {name: TimedModel(one, compiled=False) for name, one in models.items()}
-    monkeypatch.setattr(speed, "_times", lambda one, *_: (9.0 if one is variants["slow"] else 1.0, 0.1, 0.1))
+    monkeypatch.setattr(speed, "_times", lambda one, *_: (90.0 if one is variants["slow"] else 1.0, 0.1, 0.1))
     found = measure_speed(variants, prompt_tokens=4, new_tokens=2, rounds=5)
     assert {name: one.settings.rounds for name, one in found.items()} == {"first": 5, "slow": 2, "other": 5}
-    assert found["slow"].time_to_first_token_s == 9.0
+    assert found["slow"].time_to_first_token_s == 90.0
 
 
 @pytest.mark.slow
