@@ -3,14 +3,19 @@
 import torch
 from torch import Tensor
 
+from kernels.linear.onednn import emulates
+
 ROWS = 128  # queries at a time: their scores stay in a core's cache
 
 
 def in_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """y [batch, tokens, heads, value channels]; arguments as in `prompt_attention`.
 
-    Scores are rounded to the dtype between the products, as in transformers' eager attention.
+    Scores are rounded to the dtype between the products, as in transformers' eager attention; where a processor only
+    emulates products in this dtype, all is computed in float32 and rounded once.
     """
+    if query.device.type == "cpu" and emulates(query.dtype):
+        return in_rows(query.float(), key.float(), value.float(), scale).to(query.dtype)
     batch, heads, tokens, channels = query.shape
     groups, of_values = batch * key.shape[1], value.shape[-1]
     shared = heads // key.shape[1]
