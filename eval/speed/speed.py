@@ -88,7 +88,7 @@ class TimedModel:
 PHASES = ("prefill", "step", "decode")
 PLAIN = ("bfloat16", "float32")  # variants of the baseline as run by plain transformers
 PLAIN_SHARE, LEAST_TOKENS = 0.25, 4  # of the tokens that the others decode, and their least number
-SLOW, SLOW_ROUNDS = 8.0, 2  # a variant that takes so many times as long as the fastest is timed in so many rounds
+SLOW, SLOW_ROUNDS = 3.0, 2  # a variant that takes so many times as long as the fastest is timed in so many rounds
 ROOM = 1.5  # free memory needed for another variant, as a multiple of the largest variant's so far
 
 
