@@ -23,8 +23,8 @@ def prompt_attention(
             head are consecutive.
         value: [batch, kv heads, tokens, value channels], same dtype.
         scale: of the scores; None: 1 / sqrt(channels).
-        impl: "reference" (float32, all scores at once), "rows" (torch's products for 128 queries at a time, scores in
-            the dtype), "cpu" (C++, bfloat16 on a CPU with AVX512-BF16, an even number of channels) or "auto": "cpu"
+        impl: "reference" (float32, all scores at once), "rows" (torch's products for 128 queries at a time, see
+            `in_rows`), "cpu" (C++, bfloat16 on a CPU with AVX512-BF16, an even number of channels) or "auto": "cpu"
             if it supports the tensors, else "rows".
 
     Returns:

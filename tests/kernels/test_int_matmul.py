@@ -103,10 +103,8 @@ def test_tiles_agree_for_few_and_many_tokens(bits, symmetric, dtype, shape):
 needs_native = pytest.mark.skipif(native.why_not() is not None, reason=f"no C++ kernels here: {native.why_not()}")
 PANELS = native.why_not() is None and native.isa(torch.float32) != "portable"  # else torch's own products run
 ISAS = [isa for isa in ("avx512vnni", "avx2 pairs", *native.ISAS) if native.why_not() is None and native.runs(isa)]
-INTEGERS = {
-    "avx512vnni": BITS,
-    "avx2 pairs": BITS[:-1],
-}  # instruction sets that multiply inputs as integers, by which bits
+# Instruction sets that multiply inputs as integers, by which bits.
+INTEGERS = {"avx512vnni": BITS, "avx2 pairs": BITS[:-1]}
 TILES = {"amx": ["amx", "avx512 tiles"], "avx512 tiles": ["avx512 tiles"]}.get(native.tiles(), [])
 
 

@@ -743,3 +743,13 @@ def test_a_head_stands_behind_the_last_block():
     layers = typed({"layers": [{**make_record()["layers"][0], "name": name} for name in names]}).layers
     places = {kind: [block for block, _ in of] for kind, of in plots.by_kind(layers).items()}
     assert places == {"mlp.up_proj": [0, 1], "lm_head": [2]}
+
+
+def test_a_speed_of_fewer_rounds_is_named():
+    """A variant that is far slower than the others is timed less often."""
+    made = make_record()
+    slow = made["speed"]["baseline"]
+    made["speed"]["bfloat16"] = slow | {"settings": slow["settings"] | {"rounds": 2}}
+    assert "“bfloat16”, which is far slower, was timed in 2." in page(made)
+    made["speed"]["bfloat16"] = slow
+    assert "far slower" not in page(made)
