@@ -304,12 +304,13 @@ class _Service:
         return one.sequences if one.peak_bytes <= self.asked.memory else -one.sequences
 
     def _next_count(self, rounds: Sequence[ServingRound]) -> int:
-        """The number of sequences to decode next: fewer, as long as none fits; and then more, if a tenth more would fit
-        and had not been too many, because the peak of an earlier round was that of something else; 0: none."""
+        """The number of sequences to decode next: fewer, as long as none fits, and by more each time, since peaks differ
+        from round to round; and then more, if a tenth more would fit and had not been too many, because the peak of an
+        earlier round was that of something else; 0: none."""
         memory, last = self.asked.memory, rounds[-1]
         fitting = [one for one in rounds if one.peak_bytes <= memory]
         if not fitting:
-            over = last.peak_bytes - memory
+            over = (last.peak_bytes - memory) * len(rounds)
             fewer = last.sequences - max(-(-over * last.sequences // last.cache_bytes), 1)
             return max(fewer, 1) if last.sequences > 1 else 0
         best = max(fitting, key=lambda one: one.sequences)
