@@ -3,6 +3,7 @@
 $ python -m compress.commands.find_components --model smollm2-135m --out components.safetensors
 """
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,6 +84,7 @@ def main() -> None:
     print(f"{'channels':>18}", *(f"{share:>7.1%}" for share in SHARES))
     for kind, of in kept.items():
         print(f"{kind:>18}", *(f"{of[share]:>7.1%}" for share in SHARES))
+    print(json.dumps({**vars(options), **kept}))
 
 
 if __name__ == "__main__":

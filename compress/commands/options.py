@@ -1,6 +1,7 @@
 """Shared code of the commands that learn from a model and calibration texts, and write the result to a file."""
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from compress.inputs.calibration import calibration
 from compress.inputs.model import load_model
-from compress.kv.learned.networks import Fitted, summary
+from compress.kv.learned.networks import Fitted, averages, summary
 
 
 def given(
@@ -50,7 +51,8 @@ def train_networks(
     samples: int,
     more: Mapping[str, dict[str, Any]] = MappingProxyType({}),
 ) -> None:
-    """A command that trains networks for a policy: it reads its options, calls `train`, and prints how well they fit.
+    """A command that trains networks for a policy: it reads its options, calls `train`, and prints how well they fit,
+    in words and as a JSON line.
 
     Args:
         train: called with the model, the texts, the file to write, and the values of `more`.
@@ -60,3 +62,4 @@ def train_networks(
     model, batches, options = given(description, samples=samples, more=more)
     fitted = train(model, batches, options.out, *(getattr(options, name.lstrip("-")) for name in more))
     print(f"{options.out}: {summary(fitted)}, {time.perf_counter() - start:.0f} s")
+    print(json.dumps({**vars(options), **averages(fitted)}))

@@ -1,4 +1,6 @@
-"""`python -m kernels.trellis_matmul` prints the distortion of normal sequences, as in the README (a minute or two)."""
+"""`python -m kernels.trellis_matmul` prints the distortion of normal sequences, in words and as JSON lines."""
+
+import json
 
 import torch
 
@@ -19,5 +21,9 @@ def distortion(bits: int, states: int, walks: int) -> tuple[float, float]:
 if __name__ == "__main__":
     for bits in BITS:
         for states in STATES:
-            mean, stderr = distortion(bits, states, 240 if states < 16 else 120)
-            print(f"{bits} bits, states of {states}: {mean:.4f} ± {stderr:.4f}", flush=True)
+            walks = 240 if states < 16 else 120
+            mean, stderr = distortion(bits, states, walks)
+            print(f"{bits} bits, states of {states}: {mean:.4f} ± {stderr:.4f}")
+            print(
+                json.dumps({"key": f"{bits} bits, {states}", "walks": walks, "mse": mean, "stderr": stderr}), flush=True
+            )

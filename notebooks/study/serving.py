@@ -304,9 +304,9 @@ class _Service:
         return one.sequences if one.peak_bytes <= self.asked.memory else -one.sequences
 
     def _next_count(self, rounds: Sequence[ServingRound]) -> int:
-        """The number of sequences to decode next: fewer, as long as none fits, and by more each time, since peaks differ
-        from round to round; and then more, if a tenth more would fit and had not been too many, because the peak of an
-        earlier round was that of something else; 0: none."""
+        """The number of sequences to decode next: fewer, as long as none fits, by more each time, since peaks differ;
+        and then more, if a tenth more would fit and had not been too many, because the peak of an earlier round was
+        that of something else; 0: none."""
         memory, last = self.asked.memory, rounds[-1]
         fitting = [one for one in rounds if one.peak_bytes <= memory]
         if not fitting:

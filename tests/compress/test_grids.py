@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 
 import gguf
 import numpy as np
@@ -361,5 +362,5 @@ def test_shifted_scales_lose_less_than_powers_of_two_on_real_weights(model_name)
 
     for group_size in (32, 64):
         found = [lost(kind, group_size) for kind in ("bfloat16", "shift4", "e8m0")]
-        print(f"{model_name}, groups of {group_size}: bfloat16 {found[0]:.4f}, M2 {found[1]:.4f}, M1 {found[2]:.4f}")
+        print("\n" + json.dumps({"key": f"{model_name}, {group_size}", "bfloat16, M2, M1": found}))
         assert found == sorted(found)

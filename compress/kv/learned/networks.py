@@ -137,11 +137,18 @@ def write(networks: Mapping[int, ScoringNetwork], path: str | Path) -> None:
     save_file(tensors, str(path))
 
 
-def summary(fitted: Mapping[int, Fitted]) -> str:
-    """What a command prints about the networks of all layers."""
+def averages(fitted: Mapping[int, Fitted]) -> dict[str, float]:
+    """Over the networks of all layers: the means of both shares of `Fitted`, and the least that one layer explains."""
     explained, overlap = (sum(of) / len(fitted) for of in zip(*fitted.values(), strict=True))
     least = min(one.explained for one in fitted.values())
-    return f"{len(fitted)} layers, R² {explained:.3f} on average, {least:.3f} at least, top tenth {overlap:.3f}"
+    return {"layers": len(fitted), "explained": explained, "least_explained": least, "overlap": overlap}
+
+
+def summary(fitted: Mapping[int, Fitted]) -> str:
+    """What a command prints about the networks of all layers."""
+    of = averages(fitted)
+    mean, least, overlap = (of[name] for name in ("explained", "least_explained", "overlap"))
+    return f"{of['layers']} layers, R² {mean:.3f} on average, {least:.3f} at least, top tenth {overlap:.3f}"
 
 
 def scorers(path: str, device: torch.device | str = "cpu") -> dict[int, ScoringNetwork]:
