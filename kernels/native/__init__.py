@@ -190,7 +190,7 @@ def w4a8_runs() -> bool:
 
 @torch.compiler.assume_constant_result
 def prompt_attention_runs() -> bool:
-    """Are the kernels loaded, on a CPU with AVX512-BF16, which multiplies pairs of bfloat16?"""
+    """Are the kernels loaded, on a CPU with AVX2 or NEON, which attend to prompts in 16 bits?"""
     return _prompt_attention_runs()
 
 

@@ -1,4 +1,4 @@
-// Causal attention of a prompt in bfloat16, on a CPU that multiplies pairs of them (AVX512-BF16).
+// Causal attention of a prompt in 16 bits: by pairs of bfloat16 where a CPU multiplies those (AVX512-BF16, AMX), else in float32.
 // kernels/prompt_attention/README.md has the algorithm and its speed.
 
 #include <ATen/ATen.h>
@@ -9,15 +9,12 @@
 #include <cstring>
 #include <memory>
 
-#include "processor.inc"
+#include "neon.inc"
 
 namespace {
 
-constexpr int ROWS = 6;    // queries whose scores are computed together: with four vectors of keys 24 sums in registers
+constexpr int ROWS = 6;    // queries whose scores are computed together: with four vectors of keys 24 sums in registers, with two 12
 constexpr int TILES = 16;  // of so many rows, for which a block of keys and values is read from L2
-constexpr int KEYS = 512;  // in a block
-constexpr int WIDE = 4;    // vectors of keys, or of channels, that are multiplied together
-constexpr int LANE = 16;
 constexpr double LOG2E = 1.4426950408889634;
 // 2^f from -1/2 to 1/2: the cubic polynomial whose largest relative error, 7.5e-5, is the least (a reweighted least-squares fit).
 constexpr float C0 = 0.99992807f, C1 = 0.69326099f, C2 = 0.24261113f, C3 = 0.05517167f;
@@ -30,47 +27,93 @@ struct Rows {
 
 struct Problem {
   Rows q, k, v;
-  int64_t batch, heads, shared, tokens, pairs, of_values;  // shared: query heads of a kv head; pairs: of channels of q and k
-  int64_t key_blocks, value_vectors;                       // blocks of 16 keys, vectors of 16 channels: whole fours of them
-  int64_t value_pairs;                                     // pairs of positions: whole sixteens of them
+  bool bfloat16;  // or float16
+  int64_t batch, heads, shared, tokens, of_values;  // shared: query heads of a kv head
+  // Keys and values are packed in words of 32 bits, each a pair of bfloat16 or one float32.
+  int64_t words, value_words;         // of channels of q and k; of positions of values
+  int64_t key_blocks, value_vectors;  // blocks of LANES keys, vectors of LANES channels: multiples of WIDE
   float scale;  // times log2 e, because probabilities are powers of 2
   uint16_t* y;  // [batch, tokens, heads, of_values]
 };
 
 #include "amx.inc"
 
-#ifdef HAVE_X86
 #define INLINE static inline __attribute__((always_inline))
+#ifdef HAVE_X86
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,avx2,f16c")
 namespace pairs {
 using Vec = __m512;
-constexpr int LANES = LANE;
+constexpr int LANES = 16;
 #include "vectors.inc"
+#include "prompt_attention_pairs.inc"
 #include "prompt_attention.inc"
 #ifdef HAVE_AMX
 #include "prompt_attention_tiles.inc"
 #endif
 }  // namespace pairs
 #pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx2,f16c")
+namespace avx512 {
+using Vec = __m512;
+constexpr int LANES = 16, WIDE = 4;
+#include "vectors.inc"
+INLINE Halves to_16(bool bfloat16, Vec v) { return bfloat16 ? to_bfloat16(v) : (Halves)_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+INLINE Vec of_16(bool bfloat16, Halves h) { return bfloat16 ? of_bfloat16(h) : (Vec)_mm512_cvtph_ps((__m256i)h); }
+#include "prompt_attention_floats.inc"
+#include "prompt_attention.inc"
+}  // namespace avx512
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+namespace avx2 {
+using Vec = __m256;
+constexpr int LANES = 8, WIDE = 2;
+#include "vectors.inc"
+INLINE Halves to_16(bool bfloat16, Vec v) { return bfloat16 ? to_bfloat16(v) : (Halves)_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+INLINE Vec of_16(bool bfloat16, Halves h) { return bfloat16 ? of_bfloat16(h) : (Vec)_mm256_cvtph_ps((__m128i)h); }
+#include "prompt_attention_floats.inc"
+#include "prompt_attention.inc"
+}  // namespace avx2
+#pragma GCC pop_options
+#endif
+#ifdef HAVE_NEON
+namespace neon {
+typedef float Vec __attribute__((vector_size(16)));
+constexpr int LANES = 4, WIDE = 4;
+#include "vectors.inc"
+INLINE Halves to_16(bool bfloat16, Vec v) { return bfloat16 ? to_bfloat16(v) : (Halves)workbench::neon::to_float16(v); }
+INLINE Vec of_16(bool bfloat16, Halves h) { return bfloat16 ? of_bfloat16(h) : (Vec)workbench::neon::from_float16((uint16x4_t)h); }
+#include "prompt_attention_floats.inc"
+#include "prompt_attention.inc"
+}  // namespace neon
 #endif
 
-bool runs() {
-#ifdef HAVE_X86
-  return workbench::x86().bfloat16;
-#else
-  return false;
-#endif
-}
+#include "isa.inc"
 
 Rows rows_of(const at::Tensor& t) {
   return {static_cast<const uint16_t*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2)};
 }
 
-#ifdef HAVE_X86
-struct Packed {  // by `pack_keys` and `pack_values`, of all kv heads of all sequences
-  int64_t kv_heads, of_keys, of_values;  // numbers of 32 bits of one head
-  const uint32_t *keys, *values;
+constexpr int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+using Pack = void (*)(const Problem&, int64_t b, int64_t h, uint32_t* to);
+
+struct Packed {  // keys and values of all kv heads of all sequences, for WIDE vectors of LANES
+  int64_t kv_heads, of_keys, of_values;  // words of one head
+  Aligned<uint32_t> keys, values;
+
+  Packed(const Problem& p, int64_t kv_heads, int64_t lanes, Pack pack_keys, Pack pack_values)
+      : kv_heads(kv_heads), of_keys(p.key_blocks * p.words * lanes), of_values(p.value_words * p.value_vectors * lanes),
+        keys(p.batch * kv_heads * of_keys), values(p.batch * kv_heads * of_values) {
+    at::parallel_for(0, p.batch * kv_heads, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        pack_keys(p, i / kv_heads, i % kv_heads, keys.at + i * of_keys);
+        pack_values(p, i / kv_heads, i % kv_heads, values.at + i * of_values);
+      }
+    });
+  }
 };
 
 // Items of `of_item` queries of all heads, divided among threads.
@@ -82,55 +125,66 @@ void attend_all(const Problem& p, const Packed& packed, int64_t of_item) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t head = i / items, at = i % items;  // late queries see more keys: late and early ones alternate
       const int64_t item = at % 2 ? items - 1 - at / 2 : at / 2, kv = head / p.heads * packed.kv_heads + head % p.heads / p.shared;
-      ATTEND(p, head / p.heads, head % p.heads, item * of_item, packed.keys + kv * packed.of_keys, packed.values + kv * packed.of_values, scratch);
+      ATTEND(p, head / p.heads, head % p.heads, item * of_item, packed.keys.at + kv * packed.of_keys, packed.values.at + kv * packed.of_values, scratch);
     }
   });
 }
-#endif
+
+// How many vectors of keys and of channels there are, whole groups of `wide` of them.
+void count_vectors(Problem& p, int64_t lanes, int64_t wide) {
+  p.key_blocks = up_to(p.tokens, wide * lanes) / lanes, p.value_vectors = up_to(p.of_values, wide * lanes) / lanes;
+}
+
+#define IN_FLOATS(isa)                                                                       \
+  count_vectors(p, isa::LANES, isa::WIDE);                                                   \
+  attend_all<isa::Scratch, isa::attend>(p, {p, kv_heads, isa::LANES, isa::pack_keys, isa::pack_values}, ROWS * TILES);
 
 at::Tensor prompt_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double scale) {
-  TORCH_CHECK(runs(), "prompt_attention: this CPU has no AVX512-BF16");
+  const at::ScalarType type = query.scalar_type();
+  TORCH_CHECK(best_isa(false) != "portable", "prompt_attention: this CPU has no AVX2, and no NEON");
   for (const at::Tensor* t : {&query, &key, &value})
-    TORCH_CHECK(t->dim() == 4 && t->scalar_type() == at::kBFloat16, "prompt_attention: bfloat16 [batch, heads, tokens, channels], not ",
-                t->scalar_type(), " ", t->sizes());
+    TORCH_CHECK(t->dim() == 4 && t->scalar_type() == type && (type == at::kBFloat16 || type == at::kHalf),
+                "prompt_attention: bfloat16 or float16 [batch, heads, tokens, channels], not ", t->scalar_type(), " ", t->sizes());
   const auto unit = [](const at::Tensor& t) { return t.stride(3) == 1 ? t : t.contiguous(); };
   const at::Tensor q = unit(query), k = unit(key), v = unit(value);
-  const int64_t batch = q.size(0), heads = q.size(1), tokens = q.size(2), channels = q.size(3), of_values = v.size(3);
+  const int64_t batch = q.size(0), heads = q.size(1), tokens = q.size(2), channels = q.size(3), kv_heads = k.size(1), of_values = v.size(3);
   TORCH_CHECK(k.size(0) == batch && v.size(0) == batch && k.size(2) == tokens && v.size(2) == tokens && k.size(3) == channels &&
-                  channels % 2 == 0 && k.size(1) == v.size(1) && k.size(1) > 0 && heads % k.size(1) == 0,
+                  kv_heads == v.size(1) && kv_heads > 0 && heads % kv_heads == 0,
               "prompt_attention: q ", q.sizes(), ", k ", k.sizes(), " and v ", v.sizes(), " do not fit");
   at::Tensor y = at::empty({batch, tokens, heads, of_values}, q.options());
   if (y.numel() == 0) return y;
+  Problem p{rows_of(q), rows_of(k), rows_of(v), type == at::kBFloat16, batch, heads, heads / kv_heads, tokens, of_values, channels, tokens, 0, 0,
+            float(scale * LOG2E), static_cast<uint16_t*>(y.data_ptr())};
 #ifdef HAVE_X86
-  const int64_t of_wide = WIDE * LANE, kv_heads = k.size(1);
-  Problem p{rows_of(q), rows_of(k), rows_of(v), batch, heads, heads / kv_heads, tokens, channels / 2, of_values,
-            (tokens + of_wide - 1) / of_wide * WIDE, (of_values + of_wide - 1) / of_wide * WIDE, (tokens + 31) / 32 * 16, float(scale * LOG2E),
-            static_cast<uint16_t*>(y.data_ptr())};
-  const int64_t of_keys = p.key_blocks * p.pairs * LANE, of_packed = p.value_pairs * p.value_vectors * LANE;
-  const Aligned<uint32_t> keys(batch * kv_heads * of_keys);
-  const Aligned<uint32_t> values(batch * kv_heads * of_packed);
-  at::parallel_for(0, batch * kv_heads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      pairs::pack_keys(p, i / kv_heads, i % kv_heads, keys.at + i * of_keys);
-      pairs::pack_values(p, i / kv_heads, i % kv_heads, values.at + i * of_packed);
-    }
-  });
-  const Packed packed{kv_heads, of_keys, of_packed, keys.at, values.at};
+  if (p.bfloat16 && channels % 2 == 0 && workbench::x86().bfloat16) {
+    p.words = channels / 2, p.value_words = up_to(tokens, 32) / 2;
+    count_vectors(p, pairs::LANES, pairs::WIDE);
+    const Packed packed(p, kv_heads, pairs::LANES, pairs::pack_keys, pairs::pack_values);
 #ifdef HAVE_AMX
-  if (p.pairs % TILE_ROWS == 0 && amx_available()) {  // channels fill whole tiles
-    attend_all<pairs::TileScratch, pairs::attend_by_tiles>(p, packed, pairs::GROUP * pairs::GROUPS);
-    return y;
+    if (p.words % TILE_ROWS == 0 && amx_available()) {  // channels fill whole tiles
+      attend_all<pairs::TileScratch, pairs::attend_by_tiles>(p, packed, pairs::GROUP * pairs::GROUPS);
+      return y;
+    }
+#endif
+    attend_all<pairs::Scratch, pairs::attend>(p, packed, ROWS * TILES);
+  } else if (workbench::x86().avx512) {
+    IN_FLOATS(avx512)
+  } else {
+    IN_FLOATS(avx2)
   }
 #endif
-  attend_all<pairs::Scratch, pairs::attend>(p, packed, ROWS * TILES);
+#ifdef HAVE_NEON
+  IN_FLOATS(neon)
 #endif
   return y;
 }
+
+bool prompt_attention_runs() { return best_isa(false) != "portable"; }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
   m.def("prompt_attention_native(Tensor q, Tensor k, Tensor v, float scale) -> Tensor");
-  m.def("prompt_attention_runs() -> bool", runs);
+  m.def("prompt_attention_runs() -> bool", prompt_attention_runs);
 }
 TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("prompt_attention_native", prompt_attention); }

@@ -24,8 +24,8 @@ def prompt_attention(
         value: [batch, kv heads, tokens, value channels], same dtype.
         scale: of the scores; None: 1 / sqrt(channels).
         impl: "reference" (float32, all scores at once), "rows" (torch's products for 128 queries at a time, see
-            `in_rows`), "cpu" (C++, bfloat16 on a CPU with AVX512-BF16, an even number of channels) or "auto": "cpu"
-            if it supports the tensors, else "rows".
+            `in_rows`), "cpu" (C++, 16 bits on a CPU with AVX2 or NEON) or "auto": "cpu" if it supports the tensors,
+            else "rows".
 
     Returns:
         [batch, tokens, heads, value channels] in the dtype, contiguous, as a projection reads it.
@@ -63,12 +63,12 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
 def _implementation(query: Tensor, impl: str) -> str:
     if impl not in IMPLS:
         raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
-    fits = query.dtype == torch.bfloat16 and query.shape[-1] % 2 == 0 and query.device.type == "cpu"
+    fits = query.dtype in (torch.bfloat16, torch.float16) and query.device.type == "cpu"
     cpu = fits and impl in ("auto", "cpu") and native.prompt_attention_runs()
     if impl == "cpu" and not cpu:
         raise ValueError(
-            "`impl` (='cpu') needs bfloat16 with an even number of channels, AVX512-BF16 and the C++ kernels, not "
-            f"{query.dtype} {tuple(query.shape)} on {query.device}; 'rows' works"
+            "`impl` (='cpu') needs bfloat16 or float16 on a CPU with AVX2 or NEON, and the C++ kernels, not "
+            f"{query.dtype} on {query.device}; 'rows' works"
         )
     return impl if impl != "auto" else "cpu" if cpu else "rows"
 

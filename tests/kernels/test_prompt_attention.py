@@ -25,7 +25,7 @@ def expected(q, k, v, scale):
 
 def skip_without_kernel(impl):
     if impl == "cpu" and not native.prompt_attention_runs():
-        pytest.skip("no C++ kernels, or no AVX512-BF16 on this processor")
+        pytest.skip("no C++ kernels, or neither AVX2 nor NEON")
 
 
 @pytest.mark.parametrize("impl", WAYS)
@@ -52,8 +52,8 @@ def test_prompt_attention_agrees_with_float64(impl, shape):
     assert ran == {"prompt_attention": {"cpu native" if impl == "cpu" else impl}}
 
 
-@pytest.mark.parametrize("impl", ["reference", "rows", "auto"])
-@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-6), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("impl", ["reference", "rows", "auto"])  # auto: C++ for float16
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-6), (torch.float16, 1e-3)])
 def test_other_dtypes(impl, dtype, most):
     q, k, v = made(2, 4, 2, 140, 16, 24, dtype)
     right = expected(q, k, v, 16**-0.5)
