@@ -110,18 +110,20 @@ def attend(
     B, H, n, _ = q.shape
     kv_heads, T = k.shape[1:3]
     shared = H // kv_heads
+    plain = softcap is None and sinks is None
+    usual = mask is None and n > 1 and q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16)
+    if plain and usual and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if faster_than_torch(q, k, v, scaling):
+            return prompt_attention(q, k, v, scale=scaling)
     if mask is None and n != T:
         mask = torch.ones(n, T, dtype=torch.bool, device=q.device).tril(T - n)[None, None]
-    if softcap is None and sinks is None:
+    if plain:
         if n == 1 or (n <= FOLDED and mask is not None):  # keys and values are not repeated for each head
             rows = q.reshape(B, kv_heads, shared * n, -1)
             if mask is not None:
                 mask = mask[:, :, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
             y = scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scaling)
             return y.reshape(B, H, n, -1).transpose(1, 2).contiguous()
-        plain = q.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if mask is None and n == T and plain and q.dtype == torch.bfloat16 and faster_than_torch(q, k, v, scaling):
-            return prompt_attention(q, k, v, scale=scaling)
         if mask is not None and mask.shape[1] > 1:
             mask = mask.repeat_interleave(shared, 1)
         k, v = (x.repeat_interleave(shared, 1) if shared > 1 else x for x in (k, v))

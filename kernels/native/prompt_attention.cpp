@@ -28,7 +28,8 @@ struct Rows {
 struct Problem {
   Rows q, k, v;
   bool bfloat16;  // or float16
-  int64_t batch, heads, shared, tokens, of_values;  // shared: query heads of a kv head
+  int64_t batch, heads, shared, of_values;  // shared: query heads of a kv head
+  int64_t tokens, keys, window;  // the tokens are the last ones of the keys; window: keys that a token sees, its own included; 0: all before it
   // Keys and values are packed in words of 32 bits, each a pair of bfloat16 or one float32.
   int64_t words, value_words;         // of channels of q and k; of positions of values
   int64_t key_blocks, value_vectors;  // blocks of LANES keys, vectors of LANES channels: multiples of WIDE
@@ -132,14 +133,14 @@ void attend_all(const Problem& p, const Packed& packed, int64_t of_item) {
 
 // How many vectors of keys and of channels there are, whole groups of `wide` of them.
 void count_vectors(Problem& p, int64_t lanes, int64_t wide) {
-  p.key_blocks = up_to(p.tokens, wide * lanes) / lanes, p.value_vectors = up_to(p.of_values, wide * lanes) / lanes;
+  p.key_blocks = up_to(p.keys, wide * lanes) / lanes, p.value_vectors = up_to(p.of_values, wide * lanes) / lanes;
 }
 
 #define IN_FLOATS(isa)                                                                       \
   count_vectors(p, isa::LANES, isa::WIDE);                                                   \
   attend_all<isa::Scratch, isa::attend>(p, {p, kv_heads, isa::LANES, isa::pack_keys, isa::pack_values}, ROWS * TILES);
 
-at::Tensor prompt_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double scale) {
+at::Tensor prompt_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, double scale, int64_t window) {
   const at::ScalarType type = query.scalar_type();
   TORCH_CHECK(best_isa(false) != "portable", "prompt_attention: this CPU has no AVX2, and no NEON");
   for (const at::Tensor* t : {&query, &key, &value})
@@ -147,21 +148,22 @@ at::Tensor prompt_attention(const at::Tensor& query, const at::Tensor& key, cons
                 "prompt_attention: bfloat16 or float16 [batch, heads, tokens, channels], not ", t->scalar_type(), " ", t->sizes());
   const auto unit = [](const at::Tensor& t) { return t.stride(3) == 1 ? t : t.contiguous(); };
   const at::Tensor q = unit(query), k = unit(key), v = unit(value);
-  const int64_t batch = q.size(0), heads = q.size(1), tokens = q.size(2), channels = q.size(3), kv_heads = k.size(1), of_values = v.size(3);
-  TORCH_CHECK(k.size(0) == batch && v.size(0) == batch && k.size(2) == tokens && v.size(2) == tokens && k.size(3) == channels &&
-                  kv_heads == v.size(1) && kv_heads > 0 && heads % kv_heads == 0,
+  const int64_t batch = q.size(0), heads = q.size(1), tokens = q.size(2), channels = q.size(3);
+  const int64_t kv_heads = k.size(1), places = k.size(2), of_values = v.size(3);
+  TORCH_CHECK(k.size(0) == batch && v.size(0) == batch && places >= tokens && v.size(2) == places && k.size(3) == channels &&
+                  kv_heads == v.size(1) && kv_heads > 0 && heads % kv_heads == 0 && window >= 0,
               "prompt_attention: q ", q.sizes(), ", k ", k.sizes(), " and v ", v.sizes(), " do not fit");
   at::Tensor y = at::empty({batch, tokens, heads, of_values}, q.options());
   if (y.numel() == 0) return y;
-  Problem p{rows_of(q), rows_of(k), rows_of(v), type == at::kBFloat16, batch, heads, heads / kv_heads, tokens, of_values, channels, tokens, 0, 0,
-            float(scale * LOG2E), static_cast<uint16_t*>(y.data_ptr())};
+  Problem p{rows_of(q), rows_of(k), rows_of(v), type == at::kBFloat16, batch, heads, heads / kv_heads, of_values, tokens, places, window, channels, places,
+            0, 0, float(scale * LOG2E), static_cast<uint16_t*>(y.data_ptr())};
 #ifdef HAVE_X86
   if (p.bfloat16 && channels % 2 == 0 && workbench::x86().bfloat16) {
-    p.words = channels / 2, p.value_words = up_to(tokens, 32) / 2;
+    p.words = channels / 2, p.value_words = up_to(places, 32) / 2;
     count_vectors(p, pairs::LANES, pairs::WIDE);
     const Packed packed(p, kv_heads, pairs::LANES, pairs::pack_keys, pairs::pack_values);
 #ifdef HAVE_AMX
-    if (p.words % TILE_ROWS == 0 && amx_available()) {  // channels fill whole tiles
+    if (p.words % TILE_ROWS == 0 && places == tokens && (!window || window >= tokens) && amx_available()) {  // channels fill whole tiles
       attend_all<pairs::TileScratch, pairs::attend_by_tiles>(p, packed, pairs::GROUP * pairs::GROUPS);
       return y;
     }
@@ -184,7 +186,7 @@ bool prompt_attention_runs() { return best_isa(false) != "portable"; }
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(workbench, m) {
-  m.def("prompt_attention_native(Tensor q, Tensor k, Tensor v, float scale) -> Tensor");
+  m.def("prompt_attention_native(Tensor q, Tensor k, Tensor v, float scale, int window) -> Tensor");
   m.def("prompt_attention_runs() -> bool", prompt_attention_runs);
 }
 TORCH_LIBRARY_IMPL(workbench, CPU, m) { m.impl("prompt_attention_native", prompt_attention); }

@@ -311,7 +311,6 @@ class _Seen:
         """Attention [batch, tokens, heads, channels] of q [batch, heads, tokens, channels]."""
         total = self.slot + self.tokens
         keys, values = room.keys[:, :, :total], room.values[:, :, :total]
-        all_before = not self.slot and (not block.window or block.window >= total)
         if block.softcap:
             return self._capped(block, q, keys, values)
         if self.tokens == 1:
@@ -320,20 +319,23 @@ class _Seen:
             starts = start[:, None].expand(-1, block.kv_heads)
             y = kv_decode(q, KV(keys, values), total - starts, starts=starts, scale=block.scale)
             return y.transpose(1, 2)
-        if all_before and faster_than_torch(q, keys, values, block.scale):
-            return self._of_prompts(q, keys, values, block.scale)
+        window = block.window if block.window < total else 0
+        if faster_than_torch(q, keys, values, block.scale, window):
+            return self._of_prompts(q, keys, values, block.scale, window)
+        all_before = not self.slot and not window
         how = {"is_causal": True} if all_before and self.first is None else {"attn_mask": self._mask(block.window)}
         y = scaled_dot_product_attention(q, keys, values, scale=block.scale, enable_gqa=True, **how)
         return y.transpose(1, 2).contiguous()
 
-    def _of_prompts(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def _of_prompts(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
         """The attention of each prompt without its padding; padded places get zeros."""
         if self.first is None:
-            return prompt_attention(q, keys, values, scale=scale)
+            return prompt_attention(q, keys, values, scale=scale, window=window)
         y = q.new_zeros(q.transpose(1, 2).shape)
         for i, first in enumerate(self.first.tolist()):
-            own = (t[i : i + 1, :, first:] for t in (q, keys, values))
-            y[i : i + 1, first:] = prompt_attention(*own, scale=scale)
+            here = max(first - self.slot, 0)
+            own = (t[i : i + 1, :, at:] for t, at in ((q, here), (keys, first), (values, first)))
+            y[i : i + 1, here:] = prompt_attention(*own, scale=scale, window=window)
         return y
 
     def _mask(self, window: int) -> Tensor:

@@ -18,8 +18,9 @@ def made(batch, heads, kv_heads, tokens, channels, of_values, dtype=torch.bfloat
     return q, k, v[:, :, :tokens]
 
 
-def expected(q, k, v, scale):
-    how = {"is_causal": True, "scale": scale, "enable_gqa": True}
+def expected(q, k, v, scale, window=0):
+    at, place = torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None], torch.arange(k.shape[2])
+    how = {"attn_mask": (place <= at) & (place > at - (window or k.shape[2])), "scale": scale, "enable_gqa": True}
     return scaled_dot_product_attention(q.double(), k.double(), v.double(), **how).transpose(1, 2)
 
 
@@ -50,6 +51,34 @@ def test_prompt_attention_agrees_with_float64(impl, shape):
     assert y.dtype == q.dtype and y.shape == right.shape and y.is_contiguous()
     assert (y - right).norm() <= 1e-2 * right.norm()
     assert ran == {"prompt_attention": {"cpu native" if impl == "cpu" else impl}}
+
+
+@pytest.mark.parametrize("impl", WAYS)
+@pytest.mark.parametrize("dtype, most", [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+@pytest.mark.parametrize(
+    "shape, past, window",
+    [
+        ((1, 2, 1, 1, 16, 8), 40, 0),
+        ((2, 4, 2, 70, 18, 24), 33, 0),
+        ((1, 3, 1, 300, 64, 64), 700, 0),
+        ((2, 4, 2, 150, 16, 33), 0, 1),
+        ((1, 2, 1, 700, 32, 32), 0, 100),
+        ((1, 2, 2, 600, 32, 16), 515, 512),
+        ((1, 2, 1, 90, 32, 32), 7, 500),
+    ],
+)
+def test_earlier_tokens_and_windows(impl, dtype, most, shape, past, window):
+    """Whole blocks of keys lie before a window, or at its edge, or none does."""
+    skip_without_kernel(impl)
+    batch, heads, kv_heads, tokens, channels, of_values = shape
+    q, k, v = made(batch, heads, kv_heads, past + tokens, channels, of_values, dtype)
+    q = q[:, :, past:] * 3
+    right = expected(q, k, v, 0.3, window)
+    y = prompt_attention(q, k, v, scale=0.3, window=window, impl=impl)
+    assert y.shape == right.shape and (y - right).norm() <= (3 if impl == "rows" else 1) * most * right.norm()
+    if window and past >= window:
+        k[:, :, : past + 1 - window] = torch.nan
+        assert torch.equal(prompt_attention(q, k, v, scale=0.3, window=window, impl=impl), y), "no token sees them"
 
 
 @pytest.mark.parametrize("impl", ["reference", "rows", "auto"])  # auto: C++ for float16
@@ -86,7 +115,7 @@ def test_tensors_of_wrong_shapes_are_refused():
     q, k, v = made(1, 4, 2, 5, 16, 8)
     for wrong, message in [
         ((q[0], k, v), "four dimensions"),
-        ((q, k[:, :, :4], v), "must be \\[1, kv heads, 5, 16\\] and alike"),
+        ((q, k[:, :, :4], v), "must be \\[1, kv heads, 5 or more, 16\\] and alike"),
         ((q[:, :3], k, v), "divide the 3 heads"),
         ((q, k.float(), v), "must be all float32, bfloat16 or float16"),
     ]:
@@ -94,6 +123,8 @@ def test_tensors_of_wrong_shapes_are_refused():
             prompt_attention(*wrong)
     with pytest.raises(ValueError, match="`impl` \\(='flash'\\) must be one of"):
         prompt_attention(q, k, v, impl="flash")
+    with pytest.raises(ValueError, match="`window` \\(=-1\\) must be a number of places, or 0 for all"):
+        prompt_attention(q, k, v, window=-1)
     with pytest.raises(ValueError, match="'rows' works"):
         prompt_attention(q.float(), k.float(), v.float(), impl="cpu")
 
@@ -103,6 +134,6 @@ def test_prompt_attention_passes_opcheck(impl):
     skip_without_kernel(impl)
     q, k, v = made(2, 4, 2, 70, 16, 24)
     if impl == "cpu":
-        torch.library.opcheck(torch.ops.workbench.prompt_attention_native, (q, k, v, 0.25))
+        torch.library.opcheck(torch.ops.workbench.prompt_attention_native, (q, k, v, 0.25, 0))
     else:
-        torch.library.opcheck(torch.ops.workbench.prompt_attention, (q, k, v, 0.25, impl))
+        torch.library.opcheck(torch.ops.workbench.prompt_attention, (q, k, v, 0.25, 0, impl))
