@@ -111,10 +111,10 @@ def attend(
     kv_heads, T = k.shape[1:3]
     shared = H // kv_heads
     plain = softcap is None and sinks is None
-    usual = mask is None and n > 1 and q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16)
-    if plain and usual and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        if faster_than_torch(q, k, v, scaling):
-            return prompt_attention(q, k, v, scale=scaling)
+    usual = plain and mask is None and n > 1 and q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16)
+    traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if usual and not traced and faster_than_torch(q, k, v, scaling):
+        return prompt_attention(q, k, v, scale=scaling)
     if mask is None and n != T:
         mask = torch.ones(n, T, dtype=torch.bool, device=q.device).tril(T - n)[None, None]
     if plain:

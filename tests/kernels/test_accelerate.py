@@ -12,6 +12,7 @@ from compress.recipe import parse_recipe
 from kernels import native
 from kernels.registry import recording
 from kernels.step import accelerate as accelerated
+from kernels.step import forward
 from kernels.step.accelerate import accelerate
 from kernels.step.between import add_norm, gated
 from kernels.step.native import MOST_TOKENS
@@ -94,6 +95,37 @@ def close(found: torch.Tensor, expected: torch.Tensor, architecture: str) -> boo
         each = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
         return float(each.median()) < 0.05
     return float((found - expected).norm() / expected.norm()) < 0.05
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("architecture, more", [("llama", {}), ("mistral", {"sliding_window": 8}), ("gemma3_text", {})])
+def test_a_second_turn_reads_what_the_first_one_left(tiny, architecture, more, own, monkeypatch):
+    """Of a batch with padding, too, longer than it is here and past the windows; attention is ours, or torch's."""
+    if own and native.why_not() is not None:
+        pytest.skip("attention of ours needs the C++ kernels")
+    monkeypatch.setattr(forward, "faster_than_torch", lambda *_: own)
+    model = tiny(architecture, **more).bfloat16()
+    ids = (torch.arange(2 * 25) * 7919 % 96).view(2, 25)
+
+    def turns(mask):
+        cache = DynamicCache(config=model.config)
+        found = []
+        for begin, end in ((0, 11), (11, 25)):
+            seen = {} if mask is None else {"attention_mask": mask[:, :end]}
+            found.append(model(ids[:, begin:end], past_key_values=cache, use_cache=True, **seen).logits)
+        return torch.cat(found, 1)
+
+    padded = torch.ones_like(ids)
+    padded[0, :5] = 0
+    expected = [turns(None), turns(padded)]
+    accelerate(model)
+    for mask, right in zip((None, padded), expected, strict=True):
+        with recording() as ran:
+            found = turns(mask)
+        assert ("prompt_attention" in ran) == own
+        real = slice(None) if mask is None else mask.bool()
+        assert close(found[real], right[real], architecture)
 
 
 FACTORS = {
