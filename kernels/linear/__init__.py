@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
+from kernels import native
 from kernels.linear.onednn import MANY, emulates, faster_than_torch, in_float32, product
+from kernels.linear.rows import products, rows_fit
 from kernels.registry import ran
 
 _torch_linear = F.linear
@@ -23,8 +25,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: str =
         weight: [out, in], same dtype.
         bias: [out] or None.
         impl: "reference" (torch's own), "cpu" (oneDNN in full float32; no gradients) or "auto": oneDNN where it is
-            faster than torch. "auto" also computes 16-bit products of many tokens in float32, where the processor has
-            no instructions for them; it leaves to torch all that oneDNN does not compute, or not as torch does.
+            faster than torch. Where the processor has no instructions for 16-bit products, "auto" computes those of
+            up to 8 tokens by the C++ kernel of `rows`, if it is there, and others in float32. It leaves to torch all
+            that oneDNN does not compute, or not as torch does.
 
     Returns:
         [..., out]
@@ -39,6 +42,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: str =
         raise ValueError(f"`impl` (='cpu') needs float32 CPU tensors that fit, without gradients, not {given}")
     if impl == "auto" and torch.compiler.is_compiling():  # which has its own products, and cannot trace these questions
         impl = "reference"
+    if impl == "auto" and _emulated(x, weight, bias) and rows_fit(weight, x.numel() // x.shape[-1]):
+        ran("linear", f"cpu {native.rows_isa(x.dtype, weight.shape[1])}")
+        return products(x, [weight.contiguous()], [None if bias is None else bias.contiguous()])[0]
     if impl == "auto" and better_in_float32(x, weight, bias):
         ran("linear", "cpu float32")
         return in_float32(x.contiguous(), weight.contiguous(), bias)
@@ -53,12 +59,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, impl: str =
 
 def better_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Are these 16-bit tensors of many tokens on a processor that only emulates their products?"""
-    return (
-        x.dtype in (torch.bfloat16, torch.float16)
-        and emulates(x.dtype)
-        and _onednn_takes(x, weight, bias, x.dtype)
-        and x.numel() >= MANY * x.shape[-1]
-    )
+    return _emulated(x, weight, bias) and x.numel() >= MANY * x.shape[-1]
+
+
+def _emulated(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Are these 16-bit tensors, whose products this processor only emulates, of a kind that is computed otherwise?"""
+    sixteen = x.dtype in (torch.bfloat16, torch.float16)
+    return sixteen and emulates(x.dtype) and _onednn_takes(x, weight, bias, x.dtype)
 
 
 def _onednn_takes(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.float32) -> bool:
@@ -95,8 +102,8 @@ def fast_linear() -> Iterator[None]:
     """While the block runs, every `F.linear` (hence every `nn.Linear`) goes through `linear`.
 
     Same float32 arithmetic; two to three times faster if torch's own float32 product does not use AVX-512 where the
-    processor has it. Products in 16 bits that the processor only emulates are computed in float32, several times
-    faster (`reports/published/decode-cpu-zen3.md`).
+    processor has it. Products in 16 bits that the processor only emulates are computed in float32, or by a C++ kernel,
+    several times faster (`reports/published/decode-cpu-zen3.md`).
     """
     with _FastLinear():
         yield

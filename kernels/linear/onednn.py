@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MANY = 8  # smallest number of tokens for which 16-bit weights are worth a cast to float32
-SLAB = 1 << 22  # weights that are cast at a time, 16 MB, so that a large head is never in memory in float32 as a whole
+SLAB = 1 << 20  # weights that are cast at a time, 4 MB, so that a large head is never in memory in float32 as a whole
 
 
 def _is_x86() -> bool:

@@ -11,7 +11,7 @@ from kernels.gram.cases import checks as gram_checks
 from kernels.linear import fast_linear, linear, tiles
 from kernels.linear.onednn import MANY, lays_out
 from kernels.linear.prepacked import PrepackedLinear, prepack
-from kernels.linear.rows import FEW, products
+from kernels.linear.rows import FEW, products, rows_fit
 from kernels.registry import recording
 
 
@@ -133,10 +133,11 @@ OPERANDS = {
 
 @pytest.mark.parametrize("operands", OPERANDS.values(), ids=OPERANDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_fast_products_give_what_torch_gives_or_refuse_what_it_refuses(dtype, operands, monkeypatch):
+@pytest.mark.parametrize("tokens", [MANY, 2 * MANY])  # by the kernel for few tokens, if it is there, and in float32
+def test_fast_products_give_what_torch_gives_or_refuse_what_it_refuses(dtype, tokens, operands, monkeypatch):
     monkeypatch.setattr("kernels.linear.emulates", lambda _: True)
     monkeypatch.setattr("kernels.linear.onednn.SLAB", 7 * 48)
-    x, W, b = operands(*(torch.randn(*shape).to(dtype) for shape in ((MANY, 48), (40, 48), (40,))))
+    x, W, b = operands(*(torch.randn(*shape).to(dtype) for shape in ((tokens, 48), (40, 48), (40,))))
     try:
         expected = F.linear(x, W, b)
     except (RuntimeError, IndexError) as error:
@@ -172,12 +173,13 @@ def test_fast_products_leave_alone_what_torch_computes_otherwise():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_processors_without_16_bit_products_compute_those_of_many_tokens_in_float32(dtype, monkeypatch):
-    """Rounded once, also by a layer that is prepacked; products of few tokens, and those with gradients, are torch's."""
+    """Rounded once, also by a layer that is prepacked; those of few tokens by a kernel for them, and torch computes those
+    with gradients."""
     monkeypatch.setattr("kernels.linear.emulates", lambda _: True)
     monkeypatch.setattr("kernels.linear.prepacked.emulates", lambda _: True)
     monkeypatch.setattr("kernels.linear.onednn.SLAB", 7 * 48)  # 40 rows in slabs of 7
     layer = nn.Linear(48, 40).to(dtype).requires_grad_(False)
-    x = torch.randn(2, MANY // 2, 48).to(dtype)
+    x = torch.randn(2, MANY, 48).to(dtype)
     exact = (x.double() @ layer.weight.double().T + layer.bias.double()).to(dtype)
     ways = [lambda x: linear(x, layer.weight, layer.bias)]
     if dtype == torch.bfloat16 and lays_out(dtype):
@@ -188,8 +190,13 @@ def test_processors_without_16_bit_products_compute_those_of_many_tokens_in_floa
         assert ran == {"linear": {"cpu float32"}} and y.dtype == dtype and y.shape == exact.shape
         assert (y == exact).float().mean() > 0.99
         with recording() as ran:
-            way(x[:, :-1])
+            few = way(x[:1, :-1])
         assert "cpu float32" not in ran["linear"]
+        assert (few == exact[:1, :-1]).float().mean() > 0.99
+    kernel = {f"cpu {native.rows_isa(dtype, 48)}"} if rows_fit(layer.weight, MANY) else {"reference"}
+    with recording() as ran:
+        linear(x[:1], layer.weight, layer.bias)
+    assert ran == {"linear": kernel}
     with recording() as ran, torch.enable_grad():
         linear(x.requires_grad_(), layer.weight, layer.bias)
     assert ran == {"linear": {"reference"}}
