@@ -37,7 +37,7 @@ def prompt_attention(
     """
     _check(query, key, value, window)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    use = _implementation(query, impl)
+    use = _implementation(query, scale, impl)
     if use == "cpu":
         ran("prompt_attention", "cpu native")
         return torch.ops.workbench.prompt_attention_native(query, key, value, scale, window)
@@ -64,15 +64,15 @@ def _check(query: Tensor, key: Tensor, value: Tensor, window: int) -> None:
         )
 
 
-def _implementation(query: Tensor, impl: str) -> str:
+def _implementation(query: Tensor, scale: float, impl: str) -> str:
     if impl not in IMPLS:
         raise ValueError(f"`impl` (={impl!r}) must be one of {', '.join(map(repr, IMPLS))}")
-    fits = query.dtype in (torch.bfloat16, torch.float16) and query.device.type == "cpu"
+    fits = query.dtype in (torch.bfloat16, torch.float16) and query.device.type == "cpu" and scale > 0
     cpu = fits and impl in ("auto", "cpu") and native.prompt_attention_runs()
     if impl == "cpu" and not cpu:
         raise ValueError(
-            "`impl` (='cpu') needs bfloat16 or float16 on a CPU with AVX2 or NEON, and the C++ kernels, not "
-            f"{query.dtype} on {query.device}; 'rows' works"
+            "`impl` (='cpu') needs bfloat16 or float16 on a CPU with AVX2 or NEON, the C++ kernels and `scale` > 0, "
+            f"not {query.dtype} on {query.device} and {scale}; 'rows' works"
         )
     return impl if impl != "auto" else "cpu" if cpu else "rows"
 

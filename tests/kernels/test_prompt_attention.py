@@ -106,6 +106,12 @@ def test_large_scores_and_what_is_not_a_number(impl):
     assert y[:, 550:].isnan().all()
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_scales_that_are_not_above_zero(scale):
+    q, k, v = made(1, 2, 1, 70, 32, 32)
+    assert (prompt_attention(q, k, v, scale=scale) - expected(q, k, v, scale)).abs().max() < 0.05
+
+
 def test_nothing_to_attend_to():
     q, k, v = made(2, 4, 2, 0, 16, 8)
     assert prompt_attention(q, k, v).shape == (2, 0, 4, 8)
