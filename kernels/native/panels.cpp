@@ -504,9 +504,11 @@ void float_items(const at::Tensor& x, int columns, float* out) {
   const int64_t units = x.numel() / columns, half = columns / 2;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "panels_matmul", [&] {
     const scalar_t* in = x.const_data_ptr<scalar_t>();
-    for (int64_t j = 0; j < units; j++, in += columns, out += columns)
-      for (int64_t i = 0; i < half; i++)
-        out[i] = static_cast<float>(in[2 * i]), out[half + i] = static_cast<float>(in[2 * i + 1]);
+    at::parallel_for(0, units, 2048, [&](int64_t begin, int64_t end) {
+      for (int64_t at = begin * columns; at < end * columns; at += columns)
+        for (int64_t i = 0; i < half; i++)
+          out[at + i] = static_cast<float>(in[at + 2 * i]), out[at + half + i] = static_cast<float>(in[at + 2 * i + 1]);
+    });
   });
 }
 
@@ -644,8 +646,8 @@ at::Tensor panels_matmul(const at::Tensor& x_, const at::Tensor& codes, const at
     }
   });
   at::parallel_for(0, (w.panels + 1) / 2, std::max<int64_t>(1, grain / 2), [&](int64_t begin, int64_t end) {
-    auto* scratch = static_cast<float*>(std::aligned_alloc(64, steps * 2 * ROWS * sizeof(float)));
-    TORCH_CHECK(scratch, "panels_matmul: no memory for a decoded group");
+    auto* scratch = static_cast<float*>(std::aligned_alloc(64, std::max(steps, JOINED) * 2 * ROWS * sizeof(float)));
+    TORCH_CHECK(scratch, "panels_matmul: no memory for decoded groups");
     for (int64_t pair = begin; pair < end; pair++)
       for (int64_t first = 0; first < tokens; first += CHUNK) {
         const Tokens part{grouped.get() + first * t.stride, t.stride, t.sums ? t.sums + first * w.groups : nullptr, nullptr, nullptr};
