@@ -8,9 +8,10 @@ from torch import Tensor
 from compress.formats.base import Format
 from compress.formats.stored import Stored
 from kernels import native
+from kernels.int_matmul import int_matmul
 from kernels.int_matmul.layout import Packed, pack
 from kernels.int_matmul.panels import panels_fit, to_panels
-from kernels.w8a8_matmul import BLOCK, LARGEST, W8, prepacked_fits, to_prepacked, to_rows, w8a8_matmul
+from kernels.w8a8_matmul import BLOCK, LARGEST, W8, prepacked_fits, quantize_rows, to_prepacked, to_rows, w8a8_matmul
 
 
 class EightBit(Format):
@@ -38,8 +39,8 @@ class EightBit(Format):
     @property
     def panels(self) -> Packed | None:
         """int8 codes for decoding steps that multiply them by rounded inputs as floats, on a CPU without dot products
-        of integers; they are made here, beside the rows, which prompts are multiplied by. None for other weights and on
-        other processors."""
+        of integers; they are made here, beside the rows, and from then on products use them, too. None for other
+        weights and on other processors."""
         if self._panels is None and self.layout == "rows" and self.codes.dtype == torch.int8 and self.scale.dim() == 1:
             columns = self.shape[1]
             shape = Packed("rows", self.codes, self.scale[:, None], None, 8, columns, self.shape)
@@ -56,6 +57,9 @@ class EightBit(Format):
         return to_rows(self.w8).codes.float() * scale
 
     def matmul(self, x: Tensor) -> Tensor:
+        if self._panels is not None and panels_fit(self._panels, torch.float32, x.device):
+            codes, step = quantize_rows(x, torch.int8, scale=self.x_scale)
+            return (int_matmul(codes.float(), self._panels) * step).to(x.dtype)
         return w8a8_matmul(x, self.w8, x_scale=self.x_scale)
 
     def for_compute(self, dtype: torch.dtype, device: torch.device) -> None:
