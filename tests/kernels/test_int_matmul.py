@@ -112,7 +112,19 @@ TILES = {"amx": ["amx", "avx512 tiles"], "avx512 tiles": ["avx512 tiles"]}.get(n
 @needs_native
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("shape", [(192, 128, 32), (80, 192, 64), (16, 128, 128), (33, 40, 8), (1, 8, 8), (17, 96, 96)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (192, 128, 32),
+        (80, 192, 64),
+        (16, 128, 128),
+        (33, 40, 8),
+        (1, 8, 8),
+        (17, 96, 96),
+        (40, 320, 320),
+        (20, 336, 48),
+    ],
+)
 def test_panels_lose_nothing_and_agree_for_few_and_many_tokens(bits, symmetric, shape):
     codes, zero, w, exact = make(*shape, bits, symmetric)
     laid = to_panels(w)
