@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kernels.linear.onednn import emulates
 from kernels.prompt_attention import prompt_attention
 from kernels.support.declarations import Contest, TimedSizes
 
@@ -43,6 +44,7 @@ def _contest(heads: int, kv_heads: int, channels: int, tokens: int, device: torc
         baseline="torch",
         least_bytes=4 * tokens * channels * (heads + kv_heads),
         flops=2 * heads * tokens * (tokens + 1) * channels,
+        rate="float32" if emulates(torch.bfloat16) else "bfloat16",
         expected=dict.fromkeys(contestants, expected),
         tolerance={name: TOLERANCE.get(name, 0.01) for name in contestants},
     )
