@@ -101,7 +101,8 @@ def test_kernels_pass_their_tests_on_aarch64(cpu):
     said = subprocess.run(asked, check=True, stdout=subprocess.PIPE, **run).stdout
     assert f"{CPUS[cpu]} (bfloat16), neon (float32)" in said
     assert ("neon dotprod" in said) == (cpu != "a64fx")
-    names = "gram_and_linear int_matmul kv_decode lut_matmul prompt_attention step trellis_matmul w4a8_matmul w8a8_matmul"
+    names = "gram_and_linear int_matmul kv_decode lut_matmul prompt_attention step trellis_matmul"
+    names += " w4a8_matmul w8a8_matmul"
     files = [f"tests/kernels/test_{name}.py" for name in names.split()]
     wanted = "(instruction_set or few_tokens or panels_lose or integer_products or two_bits or lists_are or changed"
     wanted += " or w4a8 or w8a8 or float64 or windows) and not (frozen or compile)"  # inductor asks the cross compiler for its own processor
