@@ -25,7 +25,8 @@ from eval.text.names import text_name
 from eval.text.perplexity import perplexity
 from eval.text.through_cache import remark
 from eval.text.windows import LogitSource, mean_and_stderr, windows
-from eval.writing.generation import PROMPTS, generate_samples, written_beside
+from eval.writing.free_running import free_running
+from eval.writing.generation import PROMPTS, end_tokens, generate_samples, written_beside
 from kernels.registry import recording
 from kernels.support.deploy import deployed
 from kernels.support.errors import first_line
@@ -113,7 +114,8 @@ def evaluate(
             metrics (`eval.text.names.text_name`).
         others: further models to score on the same texts (round-to-nearest on the same grid, say).
         window, max_windows, beginning, bos: the division of texts (`eval.text.windows.windows`).
-        prompts, write_tokens: greedy generations shown side by side; none with 0 tokens.
+        prompts, write_tokens: greedy generations shown side by side, and the most tokens by which all models continue
+            passages of the texts (`eval.writing.free_running`); none with 0 tokens.
         speed_*: see `eval.speed.speed.measure_speed`; with 0 rounds nothing is timed. Unless its length is given, the
             prompt of speed and memory has 512 tokens, or `window`, or half of the model's positions if that is less.
         timed: names among `others` whose speed and size are measured too, in turns with the rest, on bfloat16 copies.
@@ -163,6 +165,12 @@ def evaluate(
             )
         scores.notes += [] if baseline is not None else ["There is no baseline: nothing is compared."]
         scores.notes += remark({"compressed": model, **others})
+        if write_tokens:
+            writing = ({} if baseline is None else {"baseline": baseline}) | {"compressed": model, **others}
+            ends = end_tokens(next(iter(models.values())), tokenizer)
+            how = {"new_tokens": write_tokens, "ends": ends, "beginning": beginning}
+            for name, own in free_running(writing, list(texts.values()), **how).items():
+                metrics[name] |= own
         half = {name: deployed(one) for name, one in models.items()}
         if write_tokens:
             scores.samples = generate_samples(half, tokenizer, prompts, new_tokens=write_tokens)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from eval.contexts.written import OwnText, own_text_metrics
 from eval.record.html import html_table
 from eval.record.measured import CacheAnswers, CacheMeasurements, NeedleDepths, Survival
 
@@ -37,6 +38,7 @@ class LongContextScores:
         kept: {variant: {length: [layers][heads]}}: number of kept positions, mean over samples.
         errors: {variant: [layers]}: ||a - a'||² / ||a||² of the attention's outputs for question and answer.
         seconds: {variant: [compression time of each sample]}. These four are for the first requested visibility.
+        written: {variant: [its text after the first question of each sample]}, if texts were asked for.
     """
 
     answers: dict[str, dict[tuple[str, int, str], list[Answer]]] = field(default_factory=dict)
@@ -47,6 +49,7 @@ class LongContextScores:
     kept: dict[str, dict[int, Any]] = field(default_factory=dict)
     errors: dict[str, list[float]] = field(default_factory=dict)
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    written: dict[str, list[OwnText]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"LongContextScores({len(self.answers)} variants, {sum(map(len, self.depths.values()))} contexts)"
@@ -67,7 +70,7 @@ class LongContextScores:
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """{variant: {metric: value}} for the record: exact_<task>_<length>_<visibility>, nll_..., kl_..., with
-        _stderr."""
+        _stderr, and those of `eval.writing.free_running` if texts were written."""
         found: dict[str, dict[str, float]] = {}
         for name, groups in self.answers.items():
             mine = found.setdefault(name, {})
@@ -81,6 +84,8 @@ class LongContextScores:
                     mine[f"{metric}_{about}"] = float(np.mean(values))
                     if len(values) > 1:
                         mine[f"{metric}_{about}_stderr"] = float(np.std(values, ddof=1) / math.sqrt(len(values)))
+            if name in self.written:
+                mine |= own_text_metrics(self.written[name], self.written[FULL] if name != FULL else None)
             for length, size in self.cache_bytes.get(name, {}).items():
                 mine[f"cache_bytes_{length}"] = size
         return found

@@ -26,6 +26,8 @@ from transformers import Cache
 
 from eval.contexts.answers import FULL, Answer, LongContextScores
 from eval.contexts.haystack import ContextSample, Question
+from eval.contexts.written import OwnText, write_behind
+from eval.writing.generation import end_tokens
 from kernels.clock import clock
 from kernels.linear import fast_linear
 from kernels.support.modes import evaluating
@@ -46,6 +48,7 @@ def score_long_context(
     visibilities: Sequence[str] = VISIBILITIES,
     finished: MutableMapping[tuple[int, str], dict[str, Any]] | None = None,
     batched: Callable[[Sequence[Cache]], Cache] | None = None,
+    write_tokens: int = 0,
 ) -> LongContextScores:
     """Ask the samples' questions of every variant's cache.
 
@@ -60,11 +63,13 @@ def score_long_context(
             of a context is missing, the context is read again, and the full cache answers again.
         batched: makes one cache from the caches of several variants, like a batch whose row i is cache i, so that each
             layer of a pass is computed once for all; without it every cache has its own pass.
+        write_tokens: most tokens that every variant writes on its own after the first question, before any question
+            was read; 0: none.
 
     Raises:
         ValueError: unknown visibilities, or samples that do not match them or the model.
     """
-    _check(model, samples, variants, visibilities)
+    _check(model, samples, variants, visibilities, write_tokens)
     finished = {} if finished is None else finished
     ways = {FULL: variants.get(FULL, _untouched), **variants}
     progress = tqdm(total=len(samples) * len(visibilities) * len(ways), desc="long contexts", unit="answer")
@@ -74,9 +79,13 @@ def score_long_context(
         if missing:
             asked = {FULL: ways[FULL], **missing}
             with _flat_head(model), evaluating(model), fast_linear():
-                found = _ask_all(model, sample, observer(), asked, visibilities, missing, progress, batched)
+                read = observer()
+                _feed(model, sample.context, read, next(model.parameters()).device)
+                progress.set_postfix_str(f"{sample.task} {sample.length}, writing")
+                texts = _write_all(model, sample, read, asked, write_tokens, batched) if write_tokens else {}
+                found = _ask_all(model, sample, read, asked, visibilities, missing, progress, batched)
             for name in missing:
-                finished[i, name] = found[name]
+                finished[i, name] = found[name] | ({"written": texts[name]} if texts else {})
     progress.close()
     return _collected(samples, [{name: finished[i, name] for name in ways} for i in range(len(samples))])
 
@@ -91,11 +100,10 @@ def _ask_all(
     progress: tqdm,
     batched: Callable[[Sequence[Cache]], Cache] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """The results of one sample, as JSON: {variant: {"answers": {visibility: Answer}, "cache": for the first
-    visibility}}. The answers of the `counted` variants count as progress."""
+    """The results of one sample, whose context `read` holds, as JSON: {variant: {"answers": {visibility: Answer},
+    "cache": for the first visibility}}. The answers of the `counted` variants count as progress."""
     found: dict[str, dict[str, Any]] = {name: {"answers": {}} for name in ways}
     first, device = sample.questions[0], next(model.parameters()).device
-    _feed(model, sample.context, read, device)
     last = max(map(VISIBILITIES.index, visibilities))
     for visibility in VISIBILITIES[: last + 1]:
         question = sample.questions[-1] if visibility in _OF_SECOND else first
@@ -132,6 +140,27 @@ def _ask_all(
     return found
 
 
+def _write_all(
+    model: nn.Module,
+    sample: ContextSample,
+    read: Cache,
+    ways: Mapping[str, Callable[[Cache], Cache]],
+    new_tokens: int,
+    batched: Callable[[Sequence[Cache]], Cache] | None,
+) -> dict[str, OwnText]:
+    """What every variant writes after the first question."""
+
+    def make(names: Sequence[str]) -> Cache:
+        caches = [ways[name](read) for name in names]
+        for cache in caches:
+            cache.paused = True
+        return caches[0] if batched is None else batched(caches)
+
+    groups = _groups(list(ways), _AT_ONCE if batched else 1)
+    ends = end_tokens(model)
+    return write_behind(model, sample.questions[0].ask, groups, make, new_tokens=new_tokens, ends=ends)
+
+
 def _collected(samples: Sequence[ContextSample], found: Sequence[dict[str, dict[str, Any]]]) -> LongContextScores:
     scores = LongContextScores()
     for sample, variants in zip(samples, found, strict=True):
@@ -141,6 +170,8 @@ def _collected(samples: Sequence[ContextSample], found: Sequence[dict[str, dict[
             for visibility, answer in of["answers"].items():
                 own.setdefault((sample.task, sample.length, visibility), []).append(Answer(*answer))
     for name in scores.answers:
+        if texts := [of[name]["written"] for of in found if "written" in of[name]]:
+            scores.written[name] = [OwnText(*one) for one in texts]
         caches = [(sample, of[name]["cache"]) for sample, of in zip(samples, found, strict=True)]
         by_length = {sample.length: [c for s, c in caches if s.length == sample.length] for sample, _ in caches}
         by_task = {
@@ -242,7 +273,11 @@ def _kept(sample: ContextSample, cache: Cache) -> dict[str, Any]:
 
 
 def _check(
-    model: nn.Module, samples: Sequence[ContextSample], variants: Mapping[str, Any], visibilities: Sequence[str]
+    model: nn.Module,
+    samples: Sequence[ContextSample],
+    variants: Mapping[str, Any],
+    visibilities: Sequence[str],
+    write_tokens: int,
 ) -> None:
     if not samples:
         raise ValueError("`samples` (=[]) must hold at least one; `eval.contexts.haystack.samples` makes some")
@@ -257,6 +292,7 @@ def _check(
     most = positions(model)
     for sample in samples:
         longest = len(sample.context) + sum(len(q.ask) + len(q.answer) for q in sample.questions[:2])
+        longest = max(longest, len(sample.context) + len(sample.questions[0].ask) + write_tokens)
         if longest > most:
             raise ValueError(
                 f"a sample of {sample.task} has {longest} tokens; this model has {most} positions: a smaller "

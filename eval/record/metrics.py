@@ -10,6 +10,10 @@ METRICS = (
     ("kl_", "KL to the baseline", "nats per token", -1),
     ("top1_agreement_", "Same most likely token", "%", 1),
     ("guess_acceptance", "The baseline's tokens that it guesses", "%", 1),
+    ("free_running_kl", "KL along the baseline's own text", "nats per token", -1),
+    ("free_running_same_tokens", "Own text: tokens before the first difference", "tokens", 1),
+    ("free_running_repetition", "Own text: repeated runs of four tokens", "%", -1),
+    ("free_running_tokens", "Own text: length", "tokens", 0),
     ("acc_", "Accuracy", "%", 1),
     ("acc_norm_", "Accuracy, by length", "%", 1),
     ("acc_mutual_info_", "Accuracy, by mutual information", "%", 1),
@@ -172,4 +176,4 @@ def _change(
     text = f"{ratio:.2f}×" if ratio >= 2 or ratio <= 0.5 else f"{(ratio - 1) * 100:+.1f} %".replace("-", "−")
     if not counts(metric, model):
         return Change(f"≈ {text}", "noise")
-    return Change(text, "good" if (ratio > 1) == (better > 0) else "bad")
+    return Change(text, ("good" if (ratio > 1) == (better > 0) else "bad") if better else "")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from eval.text.perplexity import Perplexity, token_losses
-from eval.text.windows import LogitSource, all_predictions, chunks, mean_and_stderr, windows
+from eval.text.windows import LogitSource, Window, all_predictions, chunks, mean_and_stderr, windows
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,29 @@ def compare_on_text(
     """Perplexity of the baseline (under "baseline") and of each model, and each model's divergence, in one pass over
     ids [1, n]; see `eval.text.windows.windows` for the arguments."""
     cut = windows(ids, window=window, limit=limit, beginning=beginning, bos=bos)
+    return compare_windows(baseline, models, cut)
+
+
+def compare_windows(
+    baseline: nn.Module | LogitSource,
+    models: dict[str, nn.Module] | dict[str, LogitSource],
+    cut: Sequence[Window],
+    label: str = "perplexity and divergence",
+) -> tuple[dict[str, Perplexity], dict[str, Divergence]]:
+    """`compare_on_text` for windows that are cut already; label: of the progress bar."""
     counts = [w.scored for w in cut]
     losses: dict[str, list[float]] = {"baseline": [], **{name: [] for name in models}}
     kls: dict[str, list[float]] = {name: [] for name in models}
     same: dict[str, list[float]] = {name: [] for name in models}
     found = {name: all_predictions(model, cut) for name, model in models.items()}
-    references = tqdm(all_predictions(baseline, cut), desc="perplexity and divergence", unit="window", total=len(cut))
+    references = tqdm(all_predictions(baseline, cut), desc=label, unit="window", total=len(cut))
     for reference, tokens in references:
         tokens = tokens.to(reference.device)
         losses["baseline"].append(float(token_losses(reference, tokens).sum()))
         for name, each in found.items():
             logits = next(each)[0].to(reference.device)
             losses[name].append(float(token_losses(logits, tokens).sum()))
-            kl, agree = _distance(reference, logits)
+            kl, agree = distance(reference, logits)
             kls[name].append(kl)
             same[name].append(agree)
     perplexities = {name: Perplexity.of(sums, counts) for name, sums in losses.items()}
@@ -58,7 +68,7 @@ def compare_on_text(
     return perplexities, divergences
 
 
-def _distance(reference: Tensor, logits: Tensor) -> tuple[float, float]:
+def distance(reference: Tensor, logits: Tensor) -> tuple[float, float]:
     """Summed KL(reference || logits) and number of equal most likely tokens, over positions [n, vocabulary]."""
     kl, same = 0.0, 0.0
     for at in chunks(len(reference)):

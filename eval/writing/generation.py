@@ -118,10 +118,11 @@ def write(
             )
     finally:
         model.generation_config = own
-    return [_until_end(row, ends) for row in out[:, ids.shape[1] :].tolist()]
+    return [until_end(row, ends) for row in out[:, ids.shape[1] :].tolist()]
 
 
-def _until_end(row: list[int], ends: Sequence[int]) -> Written:
+def until_end(row: list[int], ends: Sequence[int]) -> Written:
+    """A row of tokens up to its first end token."""
     at = next((i for i, token in enumerate(row) if token in ends), None)
     return Written(row[:at], at is not None)
 
@@ -134,7 +135,7 @@ def settings_aside(model: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in model.generation_config.to_diff_dict().items() if name not in _NO_SETTINGS}
 
 
-def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
     """Tokens that end a text: from the model's `generation_config`, else from the tokenizer; possibly none."""
     found = getattr(model.generation_config, "eos_token_id", None)
     found = getattr(tokenizer, "eos_token_id", None) if found is None else found

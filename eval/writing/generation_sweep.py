@@ -27,6 +27,7 @@ from eval.record.files import write_whole
 from eval.record.html import html_table
 from eval.record.measured import Generation, GenerationRow, GenerationSettings, Sample
 from eval.text.windows import mean_and_stderr
+from eval.writing.free_running import repetition
 from eval.writing.generation import Written, encode_prompt, end_tokens, first_difference, settings_aside, write
 from kernels.support.errors import check_positive
 from kernels.support.positions import positions
@@ -54,7 +55,6 @@ BASELINE = "baseline"
 FILE = "samples/generations.jsonl"
 _SHOWN = 12  # number of samples in the record; the file has all
 _COLDEST = 0.01  # least temperature; below it, logits / temperature exceeds float32's range
-_GRAM = 4
 
 
 @dataclass(frozen=True)
@@ -195,12 +195,6 @@ def _over_prompts(values: Iterable[tuple[str, float | None]]) -> tuple[float | N
     if not by_prompt:
         return None, None
     return mean_and_stderr([sum(own) for own in by_prompt.values()], [len(own) for own in by_prompt.values()])
-
-
-def repetition(tokens: Sequence[int]) -> float | None:
-    """Share of a text's runs of four tokens that occurred in it before; None if it is shorter than four tokens."""
-    grams = [tuple(tokens[i : i + _GRAM]) for i in range(len(tokens) - _GRAM + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else None
 
 
 class SharedChance(LogitsProcessor):

@@ -188,12 +188,15 @@ def score_caches(
     samples: Sequence[ContextSample],
     visibilities: Sequence[str],
     work_path: str | None = None,
+    *,
+    write_tokens: int = 0,
 ) -> LongContextScores:
     """`eval.contexts.long_context.score_long_context` of every recipe.
 
     Args:
         work_path: folder that keeps the answers of every recipe's cache to each context, so that a killed run continues
             there, and a run with one more recipe computes only that recipe.
+        write_tokens: most tokens that are written behind every cache after the first question of a context; 0: none.
     """
 
     def way(methods: Sequence[Method]) -> Callable[[CompressedCache], Cache]:
@@ -205,7 +208,7 @@ def score_caches(
             tokens_sha256([s.context[None], *(t[None] for q in s.questions for t in (q.ask, q.answer))])
             for s in samples
         ]
-        about = [weights_sha256(model), str(model.dtype), asked, list(visibilities), code_sha256()]
+        about = [weights_sha256(model), str(model.dtype), asked, list(visibilities), write_tokens, code_sha256()]
         recipes_by_name = {FULL: [], **recipes.recipes}
         finished = Finished(
             Path(work_path) / "long_context" / _digest(about),
@@ -220,6 +223,7 @@ def score_caches(
             variants={name: way(methods) for name, methods in recipes.recipes.items()},
             visibilities=visibilities,
             batched=CacheBatch,
+            write_tokens=write_tokens,
         )
 
 
@@ -267,7 +271,9 @@ def _in_turns(
         return measure_cache_speed(copy, variants, contexts, new_tokens=new_tokens, rounds=rounds)
 
 
-def check_caches(model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int], lengths: Sequence[int]) -> None:
+def check_caches(
+    model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int], lengths: Sequence[int], write_tokens: int = 0
+) -> None:
     """Raise ValueError, before any work, if the model cannot be scored or timed with these settings."""
     most = positions(model)
     for name, values in (("speed_contexts", contexts), ("lengths", lengths)):
@@ -275,6 +281,12 @@ def check_caches(model: nn.Module, recipes: CacheRecipes, contexts: Sequence[int
             raise ValueError(
                 f"`{name}` (={list(values)}): {wrong[0]} must lie between 1 and {most - 1}, the model's positions"
             )
+    left = most - max(lengths, default=0)
+    if type(write_tokens) is not int or not 0 <= write_tokens < left:
+        raise ValueError(
+            f"`write_tokens` (={write_tokens!r}) must be an integer from 0, which writes nothing, to {left - 1}, the "
+            f"model's positions behind the longest of `lengths` (={list(lengths)})"
+        )
     for methods in recipes.recipes.values():
         check_recipe(methods, model)
     if contexts:

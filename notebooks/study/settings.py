@@ -9,7 +9,7 @@ from typing import Any
 
 # The smallest value of a number, or of each number in a list.
 _AT_LEAST = {"samples": 1, "seqlen": 1, "window": 2, "max_windows": 1, "task_batch": 1, "speed_rounds": 0,
-             "speed_new_tokens": 1, "lengths": 1, "speed_contexts": 1, "speed_batches": 1,
+             "speed_new_tokens": 1, "lengths": 1, "speed_contexts": 1, "speed_batches": 1, "write_tokens": 0,
              "speed_prompts": 1, "contexts": 1, "scored_tokens": 1, "new_tokens": 1}  # fmt: skip
 
 

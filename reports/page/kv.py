@@ -12,7 +12,7 @@ from eval.record.metrics import fmt
 from eval.record.rows import RunRecord, typed
 from eval.record.speed import CacheSpeed
 from reports.page.verdict import timing_note
-from reports.parts.caches import FULL, MAIN, WHEN, CacheRow, cache_rows, speed_rows
+from reports.parts.caches import FULL, MAIN, OWN_TEXT, WHEN, CacheRow, cache_rows, own_text_rows, speed_rows
 from reports.parts.figures import Figures
 from reports.parts.plots import ACCENT, INK, LINE, MUTED, SECOND, drawn, finite, grid, legend, logarithmic, svg, wrapped
 from reports.parts.table import Record
@@ -38,6 +38,8 @@ def context(run: RunRecord) -> dict[str, Any]:
         "lengths": sorted({one.length for one in cache.answers}),
         "tasks": list(dict.fromkeys(one.task for one in cache.answers)),
         "samples": max((len(one.exact) for one in cache.answers), default=0),
+        "own_texts": own_text_rows(run),
+        "own_text_heads": [head for _, head, _ in OWN_TEXT],
         "pareto": _pareto(cache, table, visibilities, labels),
         "by_token": _by_token(cache.answers, labels, visibilities, _shown(cache)),
         "survival": _survival(cache, labels),

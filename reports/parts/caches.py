@@ -6,10 +6,19 @@ from typing import NamedTuple
 import numpy as np
 
 from eval.record.measured import CacheMeasurements
+from eval.record.metrics import with_error
 from eval.record.noise import counts, wilson
+from eval.record.rows import RunRecord
 from eval.record.speed import CacheSpeed, Interval
 
 FULL, MAIN = "full", "compressed"
+OWN_TEXT = (  # metrics of the texts that are written behind a cache, with headings and scales
+    ("free_running_same_tokens", "tokens before a difference", 1),
+    ("guess_acceptance", "% of the full cache's tokens", 100),
+    ("free_running_kl", "KL", 1),
+    ("free_running_repetition", "% repeated", 100),
+    ("free_running_tokens", "length", 1),
+)
 WHEN = {  # of a visibility, in words
     "agnostic": "with the question unknown when the cache was compressed",
     "another": "to a second question that is asked of the same compressed cache",
@@ -60,6 +69,17 @@ class CacheRow:
         return self.name == MAIN
 
 
+class OwnTextRow(NamedTuple):
+    """A cache's own texts; a number and its standard error for each of OWN_TEXT."""
+
+    name: str
+    cells: list[tuple[str, str]]
+
+    @property
+    def main(self) -> bool:
+        return self.name == MAIN
+
+
 class SpeedCell(NamedTuple):
     """Tokens per second of the model, milliseconds of attention, and the speed-up of attention."""
 
@@ -94,6 +114,17 @@ def cache_rows(cache: CacheMeasurements) -> list[CacheRow]:
         share = sum(sizes.values()) / sum(full.values()) if sizes and sum(full.values()) else None
         largest = sizes[max(sizes)] if sizes else None
         rows.append(CacheRow(name, largest, share, cache.seconds.get(name), cells))
+    return rows
+
+
+def own_text_rows(run: RunRecord) -> list[OwnTextRow]:
+    """A row per cache whose own texts were measured, the full one first."""
+    rows = []
+    for model in run.models:
+        own = run.scores[model]
+        if "free_running_tokens" in own:
+            values = [(own.get(metric), own.get(f"{metric}_stderr"), scale) for metric, _, scale in OWN_TEXT]
+            rows.append(OwnTextRow(FULL if model == "baseline" else model, [with_error(*one) for one in values]))
     return rows
 
 

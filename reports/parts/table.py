@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from eval.record.metrics import change, described, fmt, percent
 from eval.record.rows import RunRecord, typed
-from reports.parts.caches import CacheCell, cache_rows, speed_rows
+from reports.parts.caches import OWN_TEXT, CacheCell, cache_rows, own_text_rows, speed_rows
 from reports.parts.plots import finite
 from reports.parts.strengths import strength_tables
 
@@ -45,6 +45,8 @@ class ModelRow:
     prefill_ratio: float | None
     decode_counts: bool = False  # is the ratio more than noise?
     prefill_counts: bool = False
+    same_tokens: float | None = None  # of the model's own text: tokens before the first difference, share of repetition
+    repetition: float | None = None
 
     @property
     def label(self) -> str:
@@ -69,9 +71,9 @@ def rows(record: RunRecord) -> list[ModelRow]:
         timed = ("decode_tokens_per_s", "prefill_tokens_per_s")
         speeds = [speed for metric in timed for speed in (own.get(metric), record.ratio(metric, name))]
         size = (own.get("stored_bytes"), own.get("bits_per_weight"))
-        found.append(
-            ModelRow(name, record.recipe_of(name), texts, *size, *speeds, *(record.counts(m, name) for m in timed))
-        )
+        counts = (record.counts(metric, name) for metric in timed)
+        free = (own.get("free_running_same_tokens"), own.get("free_running_repetition"))
+        found.append(ModelRow(name, record.recipe_of(name), texts, *size, *speeds, *counts, *free))
     return found
 
 
@@ -109,11 +111,14 @@ def markdown(records: Sequence[Record]) -> str:
     runs = [_with(record, "scores", "of models to put into a table") for record in records]
     corpora = list(dict.fromkeys(corpus for run in runs for corpus in run.corpora))
     several = len({run.model.name for run in runs}) > 1
+    made = [(run, row) for run in runs for row in rows(run)]
+    wrote = any(row.repetition is not None for _, row in made)
     head = [*(["model"] if several else []), "recipe"]
     head += [column for corpus in corpora for column in (f"perplexity, {corpus}", f"KL, {corpus}")]
+    head += ["own text: tokens before a difference", "own text repeated"] if wrote else []
     decode = "decode, tokens/s" if all(run.by_generate for run in runs) else "decoding step, tokens/s"
     head += ["stored MB", decode, "prefill, tokens/s"]
-    lines = [([run.model.name] if several else []) + _cells(row, corpora) for run in runs for row in rows(run)]
+    lines = [([run.model.name] if several else []) + _cells(row, corpora, wrote) for run, row in made]
     return markdown_table(head, lines, 1 + several)
 
 
@@ -125,7 +130,7 @@ def _with(record: Record, part: str, words: str = "") -> RunRecord:
     return run
 
 
-def _cells(row: ModelRow, corpora: Sequence[str]) -> list[str]:
+def _cells(row: ModelRow, corpora: Sequence[str], wrote: bool) -> list[str]:
     shown = row.label if row.name == "baseline" or not row.recipe else f"`{row.recipe}`"
     cells = [f"**{shown}**" if row.main else shown]
     for corpus in corpora:
@@ -133,6 +138,7 @@ def _cells(row: ModelRow, corpora: Sequence[str]) -> list[str]:
         changed = "" if text.change is None else f" ({percent(text.change)})"
         cells.append(_with_error(text.perplexity, text.perplexity_stderr, 2) + changed)
         cells.append(_with_error(text.kl, text.kl_stderr, 4 if (text.kl or 0) >= 0.01 else 5))
+    cells += [fmt(row.same_tokens, ".1f"), fmt(row.repetition, ".0f", 100, " %")] if wrote else []
     cells.append(fmt(row.stored_bytes, ",.1f", 1e-6))
     for speed, ratio, counts in (
         (row.decode, row.decode_ratio, row.decode_counts),
@@ -182,12 +188,14 @@ def cache_markdown(records: Sequence[Record]) -> str:
         run = _of_caches(record)
         table = cache_rows(run.cache)
         visibilities = list(table[0].by)
+        own = {row.name: row.cells for row in own_text_rows(run)}
         head = [
             "cache",
             "bytes, % of full",
             *(f"exact (95 %), {v}" for v in visibilities),
             *(f"NLL, {v}" for v in visibilities),
             *(f"KL, {v}" for v in visibilities),
+            *(f"own text: {head}" for _, head, _ in OWN_TEXT[: 4 if own else 0]),
         ]
         lines = [
             [
@@ -196,6 +204,7 @@ def cache_markdown(records: Sequence[Record]) -> str:
                 *(_exact(row.by[v]) for v in visibilities),
                 *(fmt(row.by[v].nll, ".3f") for v in visibilities),
                 *("–" if row.name == "full" else fmt(row.by[v].kl, ".3f") for v in visibilities),
+                *(" ".join(cell).strip() for cell in own.get(row.name, ())[:4]),
             ]
             for row in table
         ]

@@ -14,6 +14,7 @@ from compress.kv import attach, attached, detach
 from eval.record.measured import Generation, GenerationSettings
 from eval.record.reading import plain
 from eval.record.reading import row as row_of
+from eval.writing.free_running import repetition
 from eval.writing.generation import end_tokens, generate_samples, settings_aside, write
 from eval.writing.generation_sweep import (
     FILE,
@@ -24,7 +25,6 @@ from eval.writing.generation_sweep import (
     check_generations,
     compare_generations,
     gumbel,
-    repetition,
 )
 
 PROMPTS = ("w7 w8 w9", "w20 w21 w22 w23 w24", "w40 w3")

@@ -101,6 +101,35 @@ def test_caches_asked_together_answer_as_each_alone(sample, monkeypatch):
             assert together.survival[name] == alone.survival[name] and together.kept[name] == alone.kept[name]
 
 
+def test_texts_behind_caches_are_those_of_a_plain_loop(sample):
+    """Compressed without the question: a cache that keeps everything writes what the model does, a short one does not;
+    the numbers along the full cache's text follow from the model's logits."""
+    model, one = sample
+    variants = {
+        "all": lambda cache: cache.compressed(STREAMING(budget=1.0)),
+        "few": lambda cache: cache.compressed(STREAMING(budget=0.2)),
+    }
+    ids = torch.cat([one.context, one.questions[0].ask])
+    for _ in range(8):
+        ids = torch.cat([ids, model(ids[None]).logits[0, -1:].argmax(-1)])
+    plain = scored(model, [one], variants=variants, visibilities=["agnostic"])
+    assert not plain.written and "free_running_kl" not in plain.metrics()["few"]
+    for batched in (None, CacheBatch):
+        found = scored(model, [one], variants=variants, visibilities=["agnostic"], write_tokens=8, batched=batched)
+        assert found.answers["few"]["word", 40, "agnostic"][0].nll == pytest.approx(
+            plain.answers["few"]["word", 40, "agnostic"][0].nll, abs=1e-4
+        )
+        (full,), (whole,), (few,) = (found.written[name] for name in ("full", "all", "few"))
+        assert full.tokens == whole.tokens == ids[45:].tolist() != few.tokens
+        assert whole.kl < 1e-4 < few.kl and whole.guessed == whole.count == few.count == 8 > few.guessed
+        metrics = found.metrics()
+        assert metrics["all"]["free_running_same_tokens"] == 8 > metrics["few"]["free_running_same_tokens"]
+        assert (
+            metrics["few"]["free_running_kl"] == pytest.approx(few.kl / 8) and metrics["all"]["guess_acceptance"] == 1
+        )
+        assert metrics["full"]["free_running_tokens"] == 8 and "free_running_kl" not in metrics["full"]
+
+
 def test_evicted_positions_change_the_scores(sample):
     model, one = sample
     found = scored(model, [one, one], variants={"half": lambda cache: cache.compressed(STREAMING(budget=20, sinks=4))})

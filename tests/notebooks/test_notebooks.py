@@ -220,6 +220,7 @@ def test_kv_eviction_runs_on_the_real_model(tmp_path, papermill):
         "lengths": [256],
         "tasks": ["word"],
         "speed_contexts": [],
+        "write_tokens": 8,
     }
     made = papermill("kv_eviction", given)
     names = [
@@ -239,6 +240,8 @@ def test_kv_eviction_runs_on_the_real_model(tmp_path, papermill):
     assert sizes[1] < 0.6 and sizes[2] < 0.4 and sizes[3] < 0.55, sizes  # of 128 positions, up to 95 stay in 16 bits
     assert len(cache["survival"]["compressed"][0]["share"]) == 30 and len(cache["errors"]["compressed"]) == 30
     html = (tmp_path / "run" / "report.html").read_text()
+    kept, evicted = (scores[name]["guess_acceptance"] for name in ("compressed", "random_kv(budget=0.5)"))
+    assert 0 <= evicted < kept <= 1 and 'id="own-texts"' in html
     assert "-y 'lengths: [256]'" in made["provenance"]["command"]
     assert "ith the question unknown" in html and "half in 4 bits" in html and len(html.encode()) < 1_000_000
 
