@@ -1,9 +1,12 @@
 """Models run in emulated number formats, and given back as they were."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
-from compress.floats import E4M3
+from compress.floats import E4M3, Float, float_named
 from compress.grid.emulate import OPS, emulate, table_softmax
 from compress.linear import is_linear, weight_of
 
@@ -96,3 +99,21 @@ def test_operations_that_there_are_not(tiny):
         emulate(tiny("llama"), "int", group_size=48),
     ):
         pass
+
+
+GOLDEN = json.loads((Path(__file__).parent / "pychop_golden.json").read_text())  # pychop 0.6.2; `command` wrote it
+
+
+@pytest.mark.parametrize("name", GOLDEN["formats"])
+def test_roundings_are_those_of_pychop_bit_for_bit(name):
+    """Of subnormal numbers, of the largest ones, and of values in the middle between two, in both precisions."""
+    table = {key: torch.tensor(values, dtype=torch.float64) for key, values in GOLDEN["formats"][name].items()}
+    x = table.pop("x")
+    exponent, mantissa = map(int, name[1:].split("m"))
+    assert set(table) == {"nearest", "up", "down", "zero"} and len(x) > 30 and torch.equal(x, x.float().double())
+    assert all((rounded != x).sum() > 20 for rounded in table.values()), "most values are no numbers of the format"
+    for ours in (Float(exponent, mantissa, specials=True), float_named(name)):
+        for rounding, theirs in table.items():
+            for precision in (torch.float64, torch.float32):
+                found = ours.round(x.to(precision), rounding).double()
+                assert torch.equal(found, theirs) and torch.equal(found.signbit(), theirs.signbit()), rounding
