@@ -2,6 +2,10 @@
 
 A configuration is measured on GPUs on which `python -m kernels.harness.validate --tune` has run; on others it comes
 from a heuristic.
+
+From "Understanding GEMM Performance and Energy on NVIDIA Ada Lovelace" (arXiv:2411.16954): the sizes of tiles change
+the time of a product several times over, with an optimum that depends on its shape. The paper predicts times by
+random forests; here a few candidates are measured for each shape.
 """
 
 import json

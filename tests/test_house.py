@@ -236,6 +236,9 @@ def test_ledger_points_at_what_is_there():
         for run in e["measured"] or []:
             assert set(run) - {"record"} == {"metric", "value", "setting", "command"}
             assert set(run.get("record", {})) in (set(), {"file", "figures"})
+        if e["module"].startswith("kernels/"):
+            number = e["paper"].removeprefix("arXiv:")
+            assert number in (ROOT / e["module"]).read_text(), f"{e['module']} does not say what it has of {e['id']}"
     assert any(e["id"] == "gptq" for e in entries)
 
 

@@ -1,6 +1,10 @@
 """The device and its measured ceilings: the rate at which it copies, and at which it multiplies matrices of each type.
 
 A call takes at least its least bytes divided by the first, and its operations divided by the second: `least_seconds`.
+
+From "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture" (arXiv:2402.13499): units are measured one by one,
+each type of tensor core and memory by copying and by reading, in place of a data sheet's rates. From "The I/O
+Complexity of Attention" (Saha and Ye, 2024, arXiv:2402.07443): what attention moves at least (`attention_bytes`).
 """
 
 import os
@@ -30,12 +34,14 @@ class Ceilings:
     rates:     operations per second (two for each multiply-add) of dense products with random operands, by type:
                "bfloat16", "float16", "float32" (never TF32), "int8", "float8".
     notes:     rates that could not be measured, and why.
+    cache:     bytes of the largest cache before memory; None if the system does not say it.
     """
 
     bandwidth: float
     rates: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     read: float | None = None
+    cache: int | None = None
 
     @property
     def memory(self) -> float:
@@ -64,7 +70,7 @@ def measure(device: torch.device, *, toy: bool = False) -> Ceilings:
             notes.append(f"no rate for {name}: {note}")
         else:
             rates[name] = operations / took.seconds
-    return Ceilings(bandwidth, rates, tuple(notes), read)
+    return Ceilings(bandwidth, rates, tuple(notes), read, _largest_cache(device))
 
 
 def read_bandwidth(device: torch.device, *, seconds: float = 0.2) -> float:
@@ -81,10 +87,35 @@ def least_seconds(contest: Contest, ceilings: Ceilings) -> tuple[float, str]:
 
     If the contest's rate was not measured, only the bytes count.
     """
-    moving = contest.least_bytes / ceilings.memory
+    tiled = attention_bytes(contest.pairs, contest.shape[-1], ceilings.cache) if contest.pairs and ceilings.cache else 0
+    moving = max(contest.least_bytes, tiled) / ceilings.memory
     rate = ceilings.rates.get(contest.rate)
     computing = contest.flops / rate if rate else 0.0
     return (moving, "bytes") if moving >= computing else (computing, contest.rate)
+
+
+def attention_bytes(pairs: int, channels: int, fast: int, size: int = 2) -> float:
+    """Bytes that attention moves at least between memory and a faster memory, in any order of tiles.
+
+    A fast memory of M numbers needs N² d² / M numbers for N queries and keys of d channels if M >= d², and N² d / √M
+    below that (arXiv:2402.07443, without its constant factors, which are taken as 1; with half of M for queries and
+    half for their sums, the best order of tiles known moves four times the first).
+
+    Args:
+        pairs: queries times the keys that each of them sees, over all heads: N², or half of it under a causal mask.
+        channels: of a head.
+        fast: bytes of the faster memory.
+        size: bytes of a number.
+    """
+    M = fast / size
+    return size * pairs * channels * (channels / M if channels**2 <= M else M**-0.5)
+
+
+def _largest_cache(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", None)
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size[:-1]) << 10 for size in sizes if size.endswith("K")), default=None)
 
 
 def _cuda_bandwidth(device: torch.device) -> tuple[float, float | None]:

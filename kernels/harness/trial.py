@@ -320,7 +320,7 @@ def ceilings_in(lines: list[Line]) -> Ceilings | None:
     if not found:
         return None
     last = found[-1]
-    return Ceilings(last["bandwidth"], last["rates"], tuple(last["notes"]), last["read"])
+    return Ceilings(last["bandwidth"], last["rates"], tuple(last["notes"]), last["read"], last["cache"])
 
 
 def _numbered(

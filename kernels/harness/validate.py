@@ -6,7 +6,8 @@ not with --checks-only), runs the checks of every op (not with --no-checks; outp
 runs twice and must give equal bits), searches launch configurations (only with --tune), and times the contests. Each
 contest first compares the output of every contestant with the right result at that shape and in that configuration.
 Contestants with wrong outputs are not timed; --time-red times them too, and the row then says that it is unsound. A red
-check elsewhere marks the rows of its op.
+check elsewhere marks the rows of its op. That a kernel is right before it has a speed is the rule of MultiKernelBench
+(arXiv:2507.17773); nothing else of that benchmark, whose kernels are written by language models, is here.
 
 The checks of all ops are dealt out to as many processes as there are cores. All contests run in one process, and the
 ops take turns, the first contests of all of them first. When a process crashes or hangs, that is recorded and a new
@@ -24,7 +25,7 @@ table.txt, <gpu>.json (with --tune; it is also written to kernels/tuned) and rec
     environment  python, torch, triton (null: none), cuda, system, cpu, cpu_capability, cores, threads, commit, dirty,
                  gpu: null or {name, capability, sms, l2_bytes, memory_bytes, shared_memory_bytes, driver}
     ceilings     null or {bandwidth [bytes/s of a copy], read (the same of reading alone; null: not measured apart),
-                 rates: {type: operations/s}, notes}
+                 rates: {type: operations/s}, notes, cache [bytes of the largest one before memory, or null]}
     checks       [{op, index, name, impl, error, tolerance, green, message}]
     unfinished   [{op, phase, next}]   work for which the budget was too small
     rows         [{op, index, detail, shape, tokens, status, ...}]

@@ -353,6 +353,7 @@ def _contest(
         rivals=rivals,
         least_bytes=int(small[0].nbytes * read) + 4 * B * H_kv * G * D,
         flops=4 * G * D * int(lengths.sum()),
+        pairs=G * int(lengths.sum()),
         goal=goal,
         tune_key=tune_key,
         candidates=candidates,

@@ -22,6 +22,7 @@ def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Con
 
 def _contest(heads: int, kv_heads: int, channels: int, tokens: int, device: torch.device) -> Contest:
     shapes = [(1, h, tokens, channels) for h in (heads, kv_heads, kv_heads)]
+    pairs = heads * tokens * (tokens + 1) // 2
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
     how = {"is_causal": True, "enable_gqa": True}
 
@@ -43,7 +44,8 @@ def _contest(heads: int, kv_heads: int, channels: int, tokens: int, device: torc
         ours="auto",
         baseline="torch",
         least_bytes=4 * tokens * channels * (heads + kv_heads),
-        flops=2 * heads * tokens * (tokens + 1) * channels,
+        flops=4 * pairs * channels,
+        pairs=pairs,
         rate="float32" if emulates(torch.bfloat16) else "bfloat16",
         expected=dict.fromkeys(contestants, expected),
         tolerance={name: TOLERANCE.get(name, 0.01) for name in contestants},

@@ -1,4 +1,8 @@
-"""`sparse_matmul`: y = x Wᵀ with a weight in 16 bits whose zeros are not stored. See README.md."""
+"""`sparse_matmul`: y = x Wᵀ with a weight in 16 bits whose zeros are not stored. See README.md.
+
+From Flash-LLM (arXiv:2309.10285): weights are loaded sparse and multiplied as dense ones. From Fast Sparse ConvNets
+(arXiv:1911.09723): on a CPU, a few columns of inputs share each load of sparse weights.
+"""
 
 from collections.abc import Sequence
 

@@ -99,6 +99,8 @@ class Contest:
     graph:       may calls be replayed from a CUDA graph? False if launches are part of the comparison.
     least_bytes: bytes to read each operand once and to write each output once.
     flops:       floating-point (or integer) operations of the product itself; `rate` names their type.
+    pairs:       of attention, whose shape ends with the channels of a head: queries times the keys that each of them
+                 sees, over all heads. From them follow the bytes that no order of tiles can save.
     tune_key, candidates: the key for `tuning.configuration`, and at most 8 configurations to try.
     expected:    contestant -> a function that gives the right result for the operands of copy 0, in float64 and by
                  another method; its argument is the contestant's output, since several results may be right.
@@ -118,6 +120,7 @@ class Contest:
     least_bytes: int
     flops: int
     rate: str = "bfloat16"
+    pairs: int = 0
     goal: float | None = None
     goal_us: float | None = None
     tune_key: str | None = None
