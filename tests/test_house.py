@@ -229,7 +229,7 @@ def test_ledger_points_at_what_is_there():
     entries = yaml.safe_load((ROOT / "seeds" / "papers.yml").read_text())
     assert len({e["id"] for e in entries}) == len(entries)
     for e in entries:
-        assert set(e) - {"order"} == {"id", "title", "paper", "claim", "module", "notebook", "measured"}, e["id"]
+        assert set(e) == {"id", "title", "paper", "claim", "order", "module", "notebook", "measured"}, e["id"]
         assert set(e["claim"]) == {"metric", "value", "setting"}
         assert (ROOT / e["module"]).is_file(), f"{e['id']}: {e['module']} is not there"
         assert e["notebook"] is None or (ROOT / e["notebook"]).is_file()

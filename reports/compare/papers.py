@@ -71,7 +71,8 @@ def recorded(record: Mapping[str, object], path: str) -> float:
 
     Args:
         path: keys with " / " between them; an entry of a list is named by its recipe, value, model, key or place. A
-            list of numbers stands for their median. " and " averages two such numbers, and " over " divides two.
+            list of numbers stands for their median. " and " averages two such numbers of one part of the record, and
+            " over " divides two.
 
     Raises:
         KeyError: the record has no such key.
@@ -80,7 +81,7 @@ def recorded(record: Mapping[str, object], path: str) -> float:
     if over:
         return recorded(record, numerator) / recorded(record, denominator)
     numbers = []
-    for one in path.split(" and "):
+    for one in re.split(f" and (?={re.escape(path.partition(' / ')[0])} / )", path):  # names of models may hold " and "
         found: Any = record
         for key in one.split(" / "):
             found = _entry(found, key) if isinstance(found, list) else found[key]
