@@ -30,14 +30,16 @@ from reports.compare.decision import ALLOWED_LOSS, decisions
 from reports.compare.index import IndexRow, index_row, render_index
 from reports.compare.index_rows import rows_of
 from reports.compare.outcome import RunOutcome
-from reports.compare.papers import render_papers
+from reports.compare.papers import papers_page, render_papers
 from reports.compare.pareto import plane_models, planes
 from reports.compare.variants import variants
 from reports.page.render import Report, render
 from reports.parts.figures import Figures
 from reports.parts.files import links_of, with_links
+from reports.parts.published import PAPERS
 from reports.parts.text import public
 
+PUBLISHED = ROOT / "reports" / "published"
 _DRAWING = ("eval/record", "reports/compare", "reports/page", "reports/parts", "notebooks/batch/pages.py")  # of a row
 
 
@@ -223,10 +225,19 @@ def _title(sweep: str, runs: Path) -> str:
 def write_papers(runs: Path) -> Report:
     """runs/papers.html: the ledger of papers, with links to published records and to the finished runs of each
     command."""
-    entries = yaml.load((ROOT / "seeds" / "papers.yml").read_text(encoding="utf-8"), FAST)
-    return render_papers(
-        entries, runs / "papers.html", records=_records_of_commands(runs), root=os.path.relpath(ROOT, runs)
-    )
+    root = os.path.relpath(ROOT, runs)
+    return render_papers(_ledger(), runs / PAPERS, records=_records_of_commands(runs), root=root)
+
+
+def published_papers(folder: Path) -> dict[Path, str]:
+    """The page of the ledger, {path: HTML}, for the folder of published results; {} for other folders."""
+    if folder.resolve() != PUBLISHED:
+        return {}
+    return {folder / PAPERS: papers_page(_ledger(), root=os.path.relpath(ROOT, PUBLISHED))}
+
+
+def _ledger() -> list[dict[str, Any]]:
+    return yaml.load((ROOT / "seeds" / "papers.yml").read_text(encoding="utf-8"), FAST)
 
 
 def write_all(runs: Path, named: Sequence[str]) -> list[Path]:
@@ -343,13 +354,12 @@ def all_folders(runs: Path) -> list[Path]:
 
 def _records_of_commands(runs: Path) -> dict[str, str]:
     """{command: href of the run's page} of published runs and of the runs in the folder."""
-    published = ROOT / "reports" / "published"
     found = {}
-    for path in (*sorted(published.glob("*.json")), *(folder / "record.json" for folder in run_folders(runs))):
+    for path in (*sorted(PUBLISHED.glob("*.json")), *(folder / "record.json" for folder in run_folders(runs))):
         try:
             record = read_record(path)
         except ValueError:  # no run, or one of another version
             continue
-        html = path.with_suffix(".html") if path.parent == published else path.with_name("report.html")
+        html = path.with_suffix(".html") if path.parent == PUBLISHED else path.with_name("report.html")
         found[record["provenance"].get("command") or ""] = os.path.relpath(html, runs)
     return found

@@ -13,14 +13,15 @@ from reports.parts.text import clean
 
 README = "README.md"
 QUESTIONS = "questions.yml"
+PAPERS = "papers.html"
 _BEGIN, _END = "<!-- workbench table --write -->", "<!-- end -->"
 _HEAD = """# Measured results
 
 `workbench table --write {folder}` makes this page from the records (`*.json`), the notes (`*.md`) and
-`{questions}` of this folder, and writes the tables of a record and its command into its note. Change those, and not
-this page. Speeds are medians, and their ratios are those to the strongest 16-bit baseline of the same run. ± is one
+`{questions}` of this folder, and writes the tables of a record and its command into its note. Change those
+alone. Speeds are medians, and their ratios are those to the strongest 16-bit baseline of the same run. ± is one
 standard error; that of a perplexity is mostly the text's, which is the same for all models, so that KL tells recipes
-apart. A report opens in a browser, without a network.
+apart. A report opens in any browser.{papers}
 
 | question | answer | page | record | date |
 | --- | --- | --- | --- | --- |
@@ -49,7 +50,9 @@ def _index(folder: Path, records: dict[str, RunRecord], notes: dict[str, str]) -
     if missing := notes.keys() ^ questions.keys():
         raise ValueError(f"`{QUESTIONS}` must name each note of {folder} once, without others: {sorted(missing)}")
     lines = [_line(name, entry, notes[name], records.get(name)) for name, entry in questions.items()]
-    return _HEAD.format(folder=f"reports/{folder.resolve().name}", questions=QUESTIONS) + "\n".join(lines) + "\n"
+    papers = f" [All papers, claimed and measured]({PAPERS})." if (folder / PAPERS).is_file() else ""
+    head = _HEAD.format(folder=f"reports/{folder.resolve().name}", questions=QUESTIONS, papers=papers)
+    return head + "\n".join(lines) + "\n"
 
 
 def _line(name: str, entry: dict[str, str], note: str, run: RunRecord | None) -> str:

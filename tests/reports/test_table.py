@@ -11,6 +11,7 @@ from PIL import Image
 from eval.record.rows import typed
 from eval.record.schema import read_record
 from notebooks.batch.cli import main
+from notebooks.batch.pages import published_papers
 from reports.parts.published import QUESTIONS, README, published_files
 from reports.parts.table import markdown, rows, strengths_markdown, tasks_markdown, updated
 
@@ -146,7 +147,7 @@ def test_the_readmes_are_up_to_date():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert updated(text, lambda name: read_record(ROOT / name)) == text
     folder = ROOT / "reports" / "published"
-    for path, written in published_files(folder).items():
+    for path, written in (published_papers(folder) | published_files(folder)).items():
         assert written == path.read_text(encoding="utf-8"), f"`workbench table --write` changes {path.name}"
 
 

@@ -14,7 +14,7 @@ def declare(command) -> None:
     parser.add_argument(
         "--write",
         metavar="FOLDER",
-        help="write the index and the notes of a folder of records, such as reports/published",
+        help="write the index and the notes of a folder of records; of reports/published also the ledger of papers",
     )
 
 
@@ -22,14 +22,16 @@ def table(options: argparse.Namespace) -> int:
     """Print or write the tables."""
     from eval.record.files import write_whole
     from eval.record.schema import read_record
+    from notebooks.batch.pages import published_papers
     from reports.parts.published import published_files
     from reports.parts.table import markdown, strengths_markdown, updated
 
     if sum(map(bool, (options.records, options.update, options.write))) != 1:
         raise ValueError("`table` takes records, or --update with a file that names them, or --write with a folder")
     if options.write:
-        for path, text in published_files(Path(options.write)).items():
-            print(write_whole(text, path))
+        for files in (published_papers, published_files):  # the index links to the papers
+            for path, text in files(Path(options.write)).items():
+                print(write_whole(text, path))
         return 0
     if options.records:
         read = [read_record(path) for path in options.records]
