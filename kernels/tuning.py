@@ -55,7 +55,9 @@ def configuration(op: str, key: str, heuristic: dict) -> dict:
         heuristic: the configuration for a GPU or a key without tuning results.
     """
     if (op, key) in _trying:
-        return _trying[op, key] or heuristic
+        tried = _trying[op, key] or heuristic
+        assert tried.keys() == heuristic.keys(), f"{op} reads the fields {sorted(heuristic)}, not {sorted(tried)}"
+        return tried
     measured = _measured(gpu()).get(op, {}).get(key)
     # A file older than the kernel may lack a field or have one too many.
     return measured if measured is not None and measured.keys() == heuristic.keys() else heuristic

@@ -189,7 +189,8 @@ def _codes(
 
 def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     if toy and triton_takes(device):
-        yield _gpu(device, (96, 256), 2, asked.dtype, 2)
+        for tokens in (2, 20):
+            yield _gpu(device, (96, 256), tokens, asked.dtype, 2)
     elif toy:
         yield from _cpu((128, 256), 16, asked.dtype)
     elif device.type == "cuda":
@@ -216,7 +217,7 @@ def rounded(x: Tensor, w: Callable[[], Packed], bits: int = 8, kind: torch.dtype
 
 
 def _gpu(device: torch.device, shape: tuple[int, int], tokens: int, dtype: torch.dtype, copies: int) -> Contest:
-    from kernels.w4a8_matmul.triton import CANDIDATES, NARROW, SPLITS, key
+    from kernels.w4a8_matmul.triton import candidates, key
 
     out, columns = shape
     x = torch.randn(tokens, columns, device=device, dtype=dtype)
@@ -238,8 +239,7 @@ def _gpu(device: torch.device, shape: tuple[int, int], tokens: int, dtype: torch
         "w8a8": of_codes(x, lambda: eight[0]),
         "int_matmul": times(x, lambda: dequantize(small[0])),
     }
-    candidates = [*CANDIDATES, *(SPLITS if tokens <= NARROW["tokens"] else ())]
-    more = {"rate": "int8", "tune_key": key(small[0], tokens), "candidates": candidates}
+    more = {"rate": "int8", "tune_key": key(small[0], tokens), "candidates": candidates(tokens)}
     stored = stored_bytes(shape, 4, group_size)
     return contest("w4a8_matmul", f"W4 g{group_size} A8", x, shape, stored, calls, expected, rival, **more)
 

@@ -203,11 +203,9 @@ def product(
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=here)
 
 
-NARROW = {"rows": 64, "tokens": 16, "num_warps": 4, "num_stages": 4}
-SOME = {"rows": 64, "tokens": 64, "num_warps": 4, "num_stages": 3}
-WIDE = {"rows": 128, "tokens": 128, "num_warps": 8, "num_stages": 3}
-CANDIDATES = [NARROW, {**NARROW, "rows": 128}, SOME, {**SOME, "rows": 128}, WIDE, {**WIDE, "num_stages": 4}]
-SPLITS = [{**NARROW, "split": 2}, {**NARROW, "split": 4}, {**NARROW, "split": 8}]  # candidates for few tokens
+NARROW = {"rows": 64, "tokens": 16, "split": 1, "num_warps": 4, "num_stages": 4}  # up to 16 tokens
+SOME = {"rows": 64, "tokens": 64, "split": 1, "num_warps": 4, "num_stages": 3}
+WIDE = {"rows": 128, "tokens": 128, "split": 1, "num_warps": 8, "num_stages": 3}
 GATHERED = 1024  # outputs of a token that a program adds up from all splits
 
 
@@ -248,7 +246,7 @@ def multiplied(codes: Tensor, step: Tensor, w: Packed, dtype: torch.dtype) -> Te
     y = torch.empty(tokens, out, dtype=dtype, device=codes.device)
     float8 = codes.dtype == torch.float8_e4m3fn
     c, depth = settings(w, tokens, float8), depth_of(common_group(w, x_group))
-    per_split = triton.cdiv(columns, c.get("split", 1) * depth) * depth
+    per_split = triton.cdiv(columns, c["split"] * depth) * depth
     splits = triton.cdiv(columns, per_split)
     sums = y if splits == 1 else torch.empty(splits, tokens, out, dtype=torch.float32, device=codes.device)
     product[(triton.cdiv(out, c["rows"]), triton.cdiv(tokens, c["tokens"]), splits)](
@@ -278,6 +276,14 @@ def settings(w: Packed, tokens: int, float8: bool = False) -> dict:
         enough = triton.cdiv(2 * processors, programs) if programs < processors else 1
         wanted = {**NARROW, "split": max(1, min(enough, most))}
     return configuration("w4a8_matmul", key(w, tokens, float8), wanted)
+
+
+def candidates(tokens: int) -> list[dict]:
+    """Configurations worth trying for this number of tokens."""
+    if tokens <= NARROW["tokens"]:
+        shapes = (64, 1), (64, 2), (64, 4), (64, 8), (128, 1), (128, 4)
+        return [{**NARROW, "rows": rows, "split": split} for rows, split in shapes]
+    return [NARROW, SOME, {**SOME, "rows": 128}, WIDE, {**WIDE, "num_stages": 4}]
 
 
 def key(w: Packed, tokens: int, float8: bool = False) -> str:

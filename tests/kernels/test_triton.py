@@ -21,13 +21,14 @@ from kernels.harness import aot
 from kernels.harness.aot import committed, compiler, figures, mnemonics_of, regressions, shipped
 from kernels.harness.hazards import mixed_rows, rewritten_in_flight
 from kernels.interpreter import PATCHES, installed, interpreting
-from kernels.support.declarations import OPS
+from kernels.support.declarations import OPS, OWN
 from kernels.w4a8_matmul.codes import even_first
 from kernels.w4a8_matmul.reference import rounded
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = "WORKBENCH_EVERY_CHECK"
 INSIDE = interpreting() and installed()
+READERS = dict.fromkeys(("int_matmul", "lut_matmul"), "kernels.packed_matmul.launch")  # where configurations are read
 needs_triton = pytest.mark.skipif(not installed(), reason="triton is not installed")
 inside = pytest.mark.skipif(not INSIDE, reason="runs in the interpreter's process")
 outside = pytest.mark.skipif(INSIDE, reason="runs outside the interpreter's process")
@@ -66,6 +67,32 @@ def test_codes_of_a_transform_are_those_of_what_it_would_have_stored(dtype, colu
     assert torch.equal(step.nan_to_num(-1), steps.nan_to_num(-1)) and step[3].isnan().any()
     finite = [0, 1, 2, 4]
     assert torch.equal(codes[finite], even_first(expected)[finite])
+
+
+class Read(Exception):
+    """A configuration was looked up."""
+
+
+@inside
+@pytest.mark.parametrize("op", [op for op in OPS if op != "step"])
+def test_what_tuning_finds_is_read(op, monkeypatch):
+    """Each candidate has exactly the fields of the heuristic's configuration, and is stored under the key that a call
+    looks up; otherwise a winner would be written and never read."""
+
+    def looked_up(*found):
+        raise Read(*found)
+
+    contests = list(importlib.import_module(f"kernels.{op}.cases").contests(torch.device("cpu"), True, OWN))
+    monkeypatch.setattr(importlib.import_module(READERS.get(op, f"kernels.{op}.triton")), "configuration", looked_up)
+    tuned = [contest for contest in contests if contest.tune_key]
+    assert tuned
+    for contest in tuned:
+        with pytest.raises(Read) as read:
+            contest.contestants[contest.ours](0)
+        name, key, heuristic = read.value.args
+        assert (name, key) == (op, contest.tune_key)
+        assert {frozenset(candidate) for candidate in contest.candidates} == {frozenset(heuristic)}
+        assert len(contest.candidates) <= 8
 
 
 @needs_triton

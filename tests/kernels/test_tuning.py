@@ -95,12 +95,14 @@ def test_warming_calls_everything_once_in_all_shares(monkeypatch, tmp_path):
 def test_the_fastest_sound_candidate_is_written_down(folder, tmp_path, in_place):
     lines = []
     log = trial.Log(lines.append, "contests", float("inf"))
-    tuned = trial.tune_contest(contest([WRONG, RAISES, FAST], in_place), log, CPU, tmp_path)
+    unread = {**FAST, "new": 1}
+    tuned = trial.tune_contest(contest([WRONG, RAISES, FAST, unread], in_place), log, CPU, tmp_path)
     assert tuned == FAST
     assert json.loads((tmp_path / "a-gpu.json").read_text()) == {"op": {KEY: FAST}}
     (line,) = lines
     assert line["kind"] == "tuned" and line["configuration"] == FAST and set(line["seconds"]) == {"heuristic", "2"}
     assert "differs from the heuristic" in line["rejected"]["0"] and "shared memory" in line["rejected"]["1"]
+    assert "reads the fields ['block']" in line["rejected"]["3"], "or it would be written and never used"
 
 
 def test_the_heuristic_stays_where_nothing_is_faster(folder, tmp_path):
