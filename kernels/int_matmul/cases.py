@@ -75,7 +75,7 @@ def checks(device: torch.device) -> list[Check]:
 
 
 def _overlapped(device: torch.device) -> list[Check]:
-    """Checks of the kernel that runs only on Hopper GPUs and that no heuristic selects."""
+    """Checks of the kernel that runs only on Hopper GPUs, also where the heuristic does not select it."""
     if device.type != "cuda":
         return []
     from kernels.int_matmul.triton import overlapped
@@ -87,8 +87,8 @@ def _overlapped(device: torch.device) -> list[Check]:
         (4096, 11008, 128, True, 64),
     ):  # fmt: skip
         w, W = integer_weight(generator, out, columns, 4, group_size, symmetric, device)
-        if plan := overlapped(w, tokens):
-            for dtype in (BF16, FP16) if tokens < 256 else (BF16,):
+        for dtype in (BF16, FP16) if tokens < 256 else (BF16,):
+            if plan := overlapped(w, tokens, dtype):
                 x = torch.randn(tokens, columns, generator=generator).to(device, dtype)
                 found.append(_check(f"overlapped, g{group_size}, {tokens} x {out} x {columns}", x, w, W, plan))
     return found
@@ -169,7 +169,7 @@ def _gpu(
     asked: TimedSizes,
     copies: int | None = None,
 ) -> Contest:
-    from kernels.int_matmul.triton import candidates, key, overlapped
+    from kernels.int_matmul.triton import candidates, chosen, key, overlapped
 
     (out, columns), dtype = shape, asked.dtype
     x = torch.randn(tokens, columns, device=device, dtype=dtype)
@@ -184,7 +184,8 @@ def _gpu(
     calls: dict[str, Callable[[int], object]] = {"triton": lambda i: int_matmul(x, small[i], impl="triton")}
     expected = {"triton": times(x, lambda: dequantize(small[0]))}
     tolerance: dict[str, float] = {}
-    if bits == 4 and dtype != FP32 and tokens > 16 and (plan := overlapped(small[0], tokens)):
+    plan = overlapped(small[0], tokens, dtype)
+    if plan and tokens > 16 and plan != chosen(small[0], tokens, dtype):
         calls["overlapped"] = _by(plan, lambda i: int_matmul(x, small[i], impl="triton"), small[0], tokens)
         expected["overlapped"] = expected["triton"]
     wanted = asked.rivals and asked.wants(f"int_matmul W4 g{group_size} {out}x{columns} M={tokens}")
@@ -202,7 +203,7 @@ def _gpu(
         goal=GOALS.get((bits, out), {}).get(tokens),
         goal_us=8.8 if (bits, out, tokens) == (4, 14336, 1) else None,
         tune_key=key(small[0], tokens),
-        candidates=candidates(small[0], tokens),
+        candidates=candidates(small[0], tokens, dtype),
         tolerance=tolerance,
     )
 

@@ -16,14 +16,19 @@ def key(w: Packed, tokens: int) -> str:
     return f"w{w.bits} g{w.group_size} {launch.shape_key(w, tokens)}"
 
 
-def candidates(w: Packed, tokens: int) -> list[dict]:
-    """At most eight configurations worth timing, the heuristic's first."""
-    return launch.candidates(_weight(w), tokens)
+def candidates(w: Packed, tokens: int, dtype: torch.dtype) -> list[dict]:
+    """At most eight configurations worth timing with activations of `dtype`, the heuristic's first."""
+    return launch.candidates(_weight(w), tokens, dtype)
 
 
-def overlapped(w: Packed, tokens: int) -> dict | None:
+def chosen(w: Packed, tokens: int, dtype: torch.dtype) -> dict:
+    """The configuration of a call with activations of `dtype`."""
+    return launch.chosen(_weight(w), tokens, dtype, "int_matmul", key(w, tokens))
+
+
+def overlapped(w: Packed, tokens: int, dtype: torch.dtype) -> dict | None:
     """The configuration of `kernels.packed_matmul.overlapped`, or None if it cannot run on this GPU."""
-    return hopper.plans(_weight(w), tokens)[0] if hopper.takes(_weight(w)) else None
+    return hopper.plans(_weight(w), tokens)[0] if hopper.takes(_weight(w), dtype) else None
 
 
 def int_matmul(x: Tensor, w: Packed) -> Tensor:

@@ -13,11 +13,15 @@ TOKENS, ROWS, COLUMNS, WARPS, UNROLLED = (32, 64, 128, 256), 128, 64, 8, 4
 STAGES = {32: 8, 64: 8, 128: 8, 256: 4}  # stages that fit in shared memory, at most 8; a multiple of UNROLLED
 
 
-def takes(w: PackedWeight) -> bool:
-    """Can the kernel read this weight on this GPU? It uses wgmma, which only compute capability 9.0 has."""
-    device = w.codes.device
+def takes(w: PackedWeight, dtype: torch.dtype) -> bool:
+    """Can the kernel multiply activations of this dtype by this weight, on its GPU?"""
+    return fits(w, dtype) and runs(w.codes.device)
+
+
+def runs(device: torch.device) -> bool:
+    """Does the kernel run on this device? It uses wgmma, which only compute capability 9.0 has."""
     here = device.type == "cuda" and gpu(device.index or 0).capability == (9, 0)
-    return here and fits(w, torch.float16) and find_spec("triton.experimental.gluon") is not None
+    return here and find_spec("triton.experimental.gluon") is not None
 
 
 def fits(w: PackedWeight, dtype: torch.dtype) -> bool:

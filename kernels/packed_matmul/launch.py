@@ -2,8 +2,8 @@
 
 - `small_batch`: each warp unpacks all rows of a block, and its share of the columns, into operands of mma.sync;
 - `large_batch`: wgmma, with W from registers; columns are split between programs if there are too few programs;
-- `overlapped`: the same for 4 bits on Hopper GPUs, with dequantisation during the previous product (hopper.py);
-  only if `--tune` has found it faster;
+- `overlapped`: the same for 4 bits on Hopper GPUs, with dequantisation during the previous product (hopper.py); for 33
+  to 64 tokens, and where it was measured to be faster;
 - `dequantise`: for many tokens, float32 activations, and weights that the other kernels cannot read. W is dequantised
   slab by slab and multiplied by cuBLAS.
 
@@ -73,8 +73,8 @@ def short(dtype: torch.dtype) -> str:
     return TYPES[dtype].removeprefix("*")
 
 
-def heuristic(w: PackedWeight, tokens: int) -> dict:
-    """The configuration for cases without measurements; its "kind" names the kernel."""
+def heuristic(w: PackedWeight, tokens: int, dtype: torch.dtype = torch.bfloat16) -> dict:
+    """The configuration for activations of `dtype` in cases without measurements; its "kind" names the kernel."""
     out, cut, processors = w.shape[0], blocks(w), multiprocessors(w.codes.device)
     crossover = CROSSOVER if w.table is None else CROSSOVER_OF_TABLES
     if cut is None or tokens >= crossover or (cut.word_scales and tokens > 16):
@@ -89,7 +89,7 @@ def heuristic(w: PackedWeight, tokens: int) -> dict:
         if block_m > (4 if plan["pairs"] else 8):  # the pairs take 32 KiB, and an RTX 4090's blocks have 99 KiB
             plan["stages"] = 3
         return plan
-    if OVERLAPPED[0] <= tokens <= OVERLAPPED[1] and hopper.takes(w):
+    if OVERLAPPED[0] <= tokens <= OVERLAPPED[1] and hopper.takes(w, dtype):
         return hopper.plans(w, tokens)[0]
     block_m = 32 if tokens <= 32 else 64 if tokens <= 64 else 128
     programs = -(-out // 128) * -(-tokens // block_m)
@@ -100,9 +100,9 @@ def heuristic(w: PackedWeight, tokens: int) -> dict:
     return _large(128, block_m, 4 if block_m == 32 else 8, 3, splits)
 
 
-def candidates(w: PackedWeight, tokens: int) -> list[dict]:
-    """At most eight configurations worth timing, the heuristic's first."""
-    first, cut = heuristic(w, tokens), blocks(w)
+def candidates(w: PackedWeight, tokens: int, dtype: torch.dtype = torch.bfloat16) -> list[dict]:
+    """At most eight configurations worth timing with activations of `dtype`, the heuristic's first."""
+    first, cut = heuristic(w, tokens, dtype), blocks(w)
     if cut is None:
         return [first]
     block_m = min(128, triton.next_power_of_2(tokens))
@@ -124,7 +124,7 @@ def candidates(w: PackedWeight, tokens: int) -> list[dict]:
     if cut.word_scales:
         others = [c for c in others if c["kind"] != "large_batch"]
     others = [_with_pairs(c, w) for c in others]
-    if tokens > 16 and hopper.takes(w):
+    if tokens > 16 and hopper.takes(w, dtype):
         others = [*hopper.plans(w, tokens), *others]
     if first["pairs"]:
         others.insert(0, {**first, "pairs": False})
@@ -168,6 +168,16 @@ def _large(block_n: int, block_m: int, warps: int, stages: int, splits: int) -> 
 DEQUANTISE = {**_small(0, 0, 0, 0), "kind": "dequantise"}
 
 
+def chosen(w: PackedWeight, tokens: int, dtype: torch.dtype, op: str, key: str) -> dict:
+    """The configuration of a call with activations of `dtype`: the measured one, or the heuristic's."""
+    if dtype not in MAGIC:
+        return DEQUANTISE
+    first = heuristic(w, tokens, dtype)
+    plan = configuration(op, key, first)
+    # The key does not contain dtypes: a plan may have been measured with another one.
+    return first if plan["kind"] == "overlapped" and not hopper.fits(w, dtype) else plan
+
+
 @on_its_device
 def matmul(x: Tensor, w: PackedWeight, op: str, key: str) -> Tensor:
     """y [tokens, out] = x Wᵀ in x's dtype, from x [tokens, in] in float32, bfloat16 or float16.
@@ -177,16 +187,14 @@ def matmul(x: Tensor, w: PackedWeight, op: str, key: str) -> Tensor:
     assert x.dim() == 2
     if x.shape[0] == 0:
         return x.new_empty(0, w.shape[0])
-    plan = configuration(op, key, heuristic(w, x.shape[0])) if x.dtype in MAGIC else DEQUANTISE
+    plan = chosen(w, x.shape[0], x.dtype, op, key)
     x = x if x.stride(1) == 1 else x.contiguous()
     table, scale, zero = (None if t is None else t.contiguous() for t in (w.table, w.scale, w.zero))
     w = w._replace(codes=aligned(w.codes), table=table, scale=scale, zero=zero)
     if plan["kind"] == "dequantise":
         return slab_by_slab(x, w)
-    if plan["kind"] == "overlapped" and hopper.fits(w, x.dtype):
+    if plan["kind"] == "overlapped":
         return summed(*hopper.matmul(x, w, plan), x)
-    if plan["kind"] == "overlapped":  # the tuned key does not contain dtypes
-        plan = _large(128, min(128, plan["block_m"]), 8, 3, 1)
     return (_small_batch if plan["kind"] == "small_batch" else _large_batch)(x, w, plan)
 
 
@@ -370,7 +378,7 @@ def aligned(codes: Tensor) -> Tensor:
 def compilation(name: str, w: PackedWeight, dtype: torch.dtype, tokens: int, experts: int = 0) -> Compilation:
     """The heuristic's compilation for activations of `dtype` with a weight on the meta device; `experts`: number of
     experts' weights that it holds."""
-    plan = for_experts(w, tokens, experts) if experts else heuristic(w, tokens)
+    plan = for_experts(w, tokens, experts) if experts else heuristic(w, tokens, dtype)
     y = torch.float32 if plan["splits"] > 1 else dtype
     arguments, absent = _types(w, x=dtype, y=y)
     integers = ("M", "N", "K", "x_stride", "row_units", "groups", "zero_bytes", "iterations", "magic")

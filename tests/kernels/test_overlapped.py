@@ -14,15 +14,16 @@ pytest.importorskip("triton.experimental.gluon")
 from kernels.harness.hazards import overwritten_in_flight
 from kernels.packed_matmul import hopper, launch
 from kernels.packed_matmul.weight import PackedWeight
+from kernels.tuning import trying
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROOT = str(Path(hopper.__file__).parents[2])
 
 
 def test_overlapped_weights_and_when_tuning_tries_it():
     codes, scale = torch.zeros(64, 128, dtype=torch.uint8), torch.ones(64, 2, dtype=BF16)
     w = PackedWeight(codes, None, scale, None, 4, 128, (64, 256))
-    assert hopper.fits(w, BF16) and hopper.fits(w, FP16) and not hopper.takes(w), "on a CPU"
+    assert hopper.fits(w, BF16) and hopper.fits(w, FP16) and not hopper.takes(w, BF16), "on a CPU"
     for other in ({"bits": 3}, {"group_size": 32}, {"scale": w.scale.float()}, {"table": torch.zeros(16)}):
         assert not hopper.fits(w._replace(**other), BF16)
     assert hopper.fits(w._replace(scale=w.scale.half()), FP16) and not hopper.fits(w, torch.float32)
@@ -41,13 +42,30 @@ def test_overlapped_weights_and_when_tuning_tries_it():
             assert per_split % hopper.UNROLLED == 0 and (splits - 1) * per_split < 64 <= splits * per_split
 
 
+def of_rows(out, scales):
+    codes = torch.empty(out, 2048, dtype=torch.uint8, device="meta")
+    return PackedWeight(codes, None, torch.empty(out, 32, dtype=scales, device="meta"), None, 4, 128, (out, 4096))
+
+
 def test_on_hopper_it_is_chosen_where_it_was_measured(monkeypatch):
-    monkeypatch.setattr(hopper, "takes", lambda w: True)
-    large = PackedWeight(
-        torch.empty(14336, 2048, dtype=torch.uint8, device="meta"), None, None, None, 4, 128, (14336, 4096)
-    )
+    monkeypatch.setattr(hopper, "runs", lambda device: True)
+    large = of_rows(14336, BF16)
     kinds = {tokens: launch.heuristic(large, tokens)["kind"] for tokens in (16, 32, 33, 64, 65, 256)}
     assert [tokens for tokens, kind in kinds.items() if kind == "overlapped"] == [33, 64]
+
+
+def test_activations_that_it_does_not_take_keep_their_splits(monkeypatch):
+    """Scales in float16 with tokens in bfloat16, also where a plan was measured with tokens in float16."""
+    monkeypatch.setattr(hopper, "runs", lambda device: True)
+    w = of_rows(4096, FP16)
+    plan = launch.heuristic(w, 64, FP16)
+    assert plan["kind"] == "overlapped" == launch.candidates(w, 64, FP16)[0]["kind"]
+    other = launch.heuristic(w, 64, BF16)
+    assert (other["kind"], other["splits"]) == ("large_batch", 8)
+    assert "overlapped" not in {candidate["kind"] for candidate in launch.candidates(w, 64, BF16)}
+    with trying("int_matmul", "measured", plan):
+        chosen = {dtype: launch.chosen(w, 64, dtype, "int_matmul", "measured") for dtype in (FP16, BF16, FP32)}
+    assert chosen == {FP16: plan, BF16: other, FP32: launch.DEQUANTISE}
 
 
 def test_registers_written_in_flight_are_found_in_machine_code():
