@@ -1,7 +1,7 @@
 """Launch configurations of Triton kernels, and the resulting compilations.
 
-A configuration is measured on GPUs on which `python -m kernels.harness.validate --tune` has run; on others it comes
-from a heuristic.
+A configuration is measured on GPUs on which `python -m kernels.harness.validate` has run: with --tune, and where a
+contest has shown a faster one. On others it comes from a heuristic.
 
 From "Understanding GEMM Performance and Energy on NVIDIA Ada Lovelace" (arXiv:2411.16954): the sizes of tiles change
 the time of a product several times over, with an optimum that depends on its shape. The paper predicts times by
@@ -10,7 +10,7 @@ random forests; here a few candidates are measured for each shape.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -76,6 +76,16 @@ def trying(op: str, key: str, configuration: dict | None) -> Iterator[None]:
             del _trying[op, key]
         else:
             _trying[op, key] = before
+
+
+def under(op: str, key: str, configuration: dict | None, call: Callable) -> Callable:
+    """The call, which looks up this configuration, or for None the heuristic's."""
+
+    def run(*arguments: Any) -> Any:
+        with trying(op, key, configuration):
+            return call(*arguments)
+
+    return run
 
 
 def gpu() -> str:

@@ -157,13 +157,14 @@ def _contest(device: torch.device, rows: int, n: int, dtype: torch.dtype, toy: b
         from fast_hadamard_transform import hadamard_transform
 
         contestants["fast_hadamard_transform"] = lambda i: hadamard_transform(xs[i], n**-0.5)
-    tune_key, candidates = None, []
+    tune_key, candidates, configurations = None, [], {}
     if ours == "triton":
         from kernels.hadamard import spread, triton
 
         tune_key, candidates = triton.tuned(rows, n, dtype, device)
         if spread.few(rows, n, device) and triton.fits(n, device):
             contestants["one program a row"] = lambda i: triton.in_whole_rows(xs[i], n**-0.5)
+            configurations["one program a row"] = spread.WHOLE
     on_gpu = device.type == "cuda" and not toy
     return Contest(
         op="hadamard",
@@ -180,5 +181,6 @@ def _contest(device: torch.device, rows: int, n: int, dtype: torch.dtype, toy: b
         goal=1 / 1.2 if on_gpu and rows >= 512 and n >= 4096 and dtype == torch.bfloat16 else None,
         tune_key=tune_key,
         candidates=candidates,
+        configurations=configurations,
         expected={**dict.fromkeys(contestants, lambda _: in_two(xs[0])), "copy": lambda _: xs[0].double()},
     )

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -122,16 +123,18 @@ def contests(
     toy: bool,
     start: int,
     ceilings: Ceilings | None,
-    tune: Path | None,
+    folder: Path | None,
     asked: TimedSizes = OWN,
+    tune: bool = False,
     time_red: bool = False,
     tuned: dict[tuple[str, str], dict | None] | None = None,
 ) -> None:
     """Time the contests of the ops, which take turns, from `start` on, while there is time.
 
     Args:
-        tune: folder that also receives the configurations; None: no tuning.
+        folder: also receives the configurations that are recorded.
         asked: the sizes that the user wants timed.
+        tune: search launch configurations first.
         time_red: also time contestants whose outputs are wrong.
         tuned: (op, key) -> the configuration that an earlier process found.
     """
@@ -150,11 +153,15 @@ def contests(
         try:
             key = (contest.op, contest.tune_key or "")
             if tune and contest.tune_key and contest.candidates and key not in tuned:
-                tuned[key] = tune_contest(contest, log, device, tune)
+                tuned[key] = tune_contest(contest, log, device, folder)
             chosen = tuning.trying(*key, tuned[key]) if key in tuned else nullcontext()
             with chosen:
                 row = measure(contest, device, ceilings, time_red=time_red)
             row["configuration"] = tuned.get(key)
+            if not toy and (best := winner(contest, row)):
+                tuned[key] = contest.configurations[best]
+                _keep(contest, tuned[key], log, device, folder, seconds=row["seconds"])
+                print(f"{contest.op} {contest.tune_key}: {best} is recorded", flush=True)
         except Exception as error:
             row = _row(contest, f"error: {kind_and_first_line(error)}")
         log.write("contest", index=index, **row)
@@ -256,26 +263,31 @@ def goal_met(contest: Contest, ours: float | None, baseline: float | None) -> bo
     )
 
 
-def tune_contest(contest: Contest, log: Log, device: torch.device, folder: Path) -> dict | None:
+def winner(contest: Contest, row: Line) -> str | None:
+    """The fastest contestant that runs this op in another configuration, if it is right and faster than ours by more
+    than noise: the quartiles over several rounds do not touch."""
+    seconds, ours, how = row["seconds"], row["ours"], row["how"]
+    known = [name for name in contest.configurations if seconds.get(name) and name not in row["unchecked"]]
+    right = [name for name in known if name not in row["unsound"] and how[name] == how[ours]]
+    if row["status"] != "timed" or row["rounds"] < 2 or not right:
+        return None
+    best = min(right, key=lambda name: seconds[name])
+    clear = row["quartiles"][best][1] < row["quartiles"][ours][0]
+    return best if clear and seconds[best] < WORTH * seconds[ours] else None
+
+
+def tune_contest(contest: Contest, log: Log, device: torch.device, folder: Path | None) -> dict | None:
     """Find and record the fastest of the contest's candidates whose outputs equal those of the heuristic.
 
     Returns:
         its configuration, or None if the heuristic is as fast
     """
-    key, ours = contest.tune_key or "", contest.contestants[contest.ours]
-
-    def under(configuration: dict | None) -> Callable[[int], object]:
-        def call(i: int) -> object:
-            with tuning.trying(contest.op, key, configuration):
-                return ours(i)
-
-        return call
-
-    expected = fresh(under(None))()
+    under = partial(tuning.under, contest.op, contest.tune_key or "", call=contest.contestants[contest.ours])
+    expected = fresh(under(configuration=None))()
     sound, rejected = {}, {}
     for number, candidate in enumerate(contest.candidates):
         try:
-            result = fresh(under(candidate))
+            result = fresh(under(configuration=candidate))
             first, second = result(), result()
             difference = apart(first, expected) or (apart(first, second, exact=True) and "two runs differ")
         except Exception as error:
@@ -287,7 +299,7 @@ def tune_contest(contest: Contest, log: Log, device: torch.device, folder: Path)
         else:
             rejected[number] = difference
     took = time_in_turns(
-        {"heuristic": under(None), **{str(n): under(c) for n, c in sound.items()}},
+        {"heuristic": under(configuration=None), **{str(n): under(configuration=c) for n, c in sound.items()}},
         contest.copies,
         device,
         rounds=1 if interpreting() else None,
@@ -296,12 +308,24 @@ def tune_contest(contest: Contest, log: Log, device: torch.device, folder: Path)
     best = min(seconds, key=lambda name: seconds[name])
     won = best != "heuristic" and seconds[best] < WORTH * seconds.get("heuristic", float("inf"))
     configuration = contest.candidates[int(best)] if won else None
-    if device.type == "cuda":
-        tuning.save(contest.op, key, configuration)
-    tuning.save(contest.op, key, configuration, folder)
     found = {"seconds": seconds, "candidates": contest.candidates, "rejected": {str(n): w for n, w in rejected.items()}}
-    log.write("tuned", op=contest.op, key=key, configuration=configuration, **found)
+    _keep(contest, configuration, log, device, folder, **found)
     return configuration
+
+
+def _keep(
+    contest: Contest, configuration: dict | None, log: Log, device: torch.device, folder: Path | None, **found: Any
+) -> None:
+    """Record the configuration of the contest's key where calls on this GPU read it, in the folder, and as a line."""
+    key = contest.tune_key or ""
+    if folder is not None:
+        tuning.save(contest.op, key, configuration, folder)
+    log.write("tuned", op=contest.op, key=key, configuration=configuration, **found)
+    if device.type == "cuda":
+        try:
+            tuning.save(contest.op, key, configuration)
+        except OSError as error:  # packages may be installed where only others may write
+            print(f"{contest.op} {key}: no call will use what was found: {kind_and_first_line(error)}", flush=True)
 
 
 def sentence(row: Line) -> str:

@@ -16,7 +16,7 @@ row that says so. $WORKBENCH_COMMIT names the commit where the checkout has no h
 is red. A goal that was missed is marked in the table and does not change the status.
 
 DIR receives rows.jsonl (one line per result, written when it is known), log.txt (the standard error of the processes),
-table.txt, <gpu>.json (with --tune; it is also written to kernels/tuned) and record.json:
+table.txt, <gpu>.json (configurations found, also in kernels/tuned) and record.json:
 
     schema_version
     run          started, duration_s, phases_s {phase: seconds}, budget_s, command, device, ops, shapes, tokens, dtype,
@@ -47,7 +47,8 @@ table.txt, <gpu>.json (with --tune; it is also written to kernels/tuned) and rec
                  unsound        {contestant: the fault in its output at this shape}
                  unchecked      contestants whose right output is not known
                  red_checks     number of red checks of this op
-    tuning       [{op, key, configuration (null: the heuristic is as fast), seconds, candidates, rejected}]
+    tuning       [{op, key, configuration (null: the heuristic is as fast), seconds, candidates, rejected}]; without
+                 candidates: of a contestant of ours that won its contest
     summary      {checks, red (number), red_ops, red_rows (ours is wrong there), unfinished, contests, timed,
                  goals_met, goals_missed, not_timed, duration_s}
 """
@@ -268,9 +269,10 @@ def _work(
                 trial.warm(log, ops, device, options.toy, part, options.tune, _asked(options))
             else:
                 tuned = {(x["op"], x["key"]): x["configuration"] for x in known if x["kind"] == "tuned"}
-                tune, ceilings = options.out if options.tune else None, trial.ceilings_in(known)
+                ceilings = trial.ceilings_in(known)
                 how = {"asked": _asked(options), "time_red": options.time_red, "tuned": tuned}
-                trial.contests(log, ops, device, options.toy, job.start, ceilings, tune, **how)
+                where = job.start, ceilings, options.out
+                trial.contests(log, ops, device, options.toy, *where, tune=options.tune, **how)
     except trial.Broken as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(trial.BROKEN)  # clean-up may hang on a broken device

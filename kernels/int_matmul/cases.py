@@ -14,7 +14,7 @@ from kernels.int_matmul.experts import cases as expert_cases
 from kernels.int_matmul.reference import dequantize
 from kernels.interpreter import triton_takes
 from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, TimedSizes, times
-from kernels.tuning import trying
+from kernels.tuning import under
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GOALS = {  # (bits, out) -> tokens -> times cuBLAS in bfloat16
@@ -126,7 +126,9 @@ def _check(name: str, x: Tensor, w: Packed, W: Tensor, plan: dict | None = None)
         return int_matmul(x, panels if impl == "cpu" else w, impl=impl)
 
     if plan is not None:
-        run = _by(plan, run, w, x.shape[0])
+        from kernels.int_matmul.triton import key
+
+        run = under("int_matmul", key(w, x.shape[0]), plan, run)
 
     impls = ("triton",) if panels is None else ("triton", "cpu")
     dtype = str(x.dtype).removeprefix("torch.")
@@ -184,10 +186,11 @@ def _gpu(
     calls: dict[str, Callable[[int], object]] = {"triton": lambda i: int_matmul(x, small[i], impl="triton")}
     expected = {"triton": times(x, lambda: dequantize(small[0]))}
     tolerance: dict[str, float] = {}
+    configurations, tune_key = {}, key(small[0], tokens)
     plan = overlapped(small[0], tokens, dtype)
     if plan and tokens > 16 and plan != chosen(small[0], tokens, dtype):
-        calls["overlapped"] = _by(plan, lambda i: int_matmul(x, small[i], impl="triton"), small[0], tokens)
-        expected["overlapped"] = expected["triton"]
+        calls["overlapped"] = under("int_matmul", tune_key, plan, calls["triton"])
+        expected["overlapped"], configurations["overlapped"] = expected["triton"], plan
     wanted = asked.rivals and asked.wants(f"int_matmul W4 g{group_size} {out}x{columns} M={tokens}")
     if wanted and bits == 4 and dtype == BF16 and device.type == "cuda":
         calls |= rivals.contestants(x, small, expected, tolerance)
@@ -202,21 +205,11 @@ def _gpu(
         rival,
         goal=GOALS.get((bits, out), {}).get(tokens),
         goal_us=8.8 if (bits, out, tokens) == (4, 14336, 1) else None,
-        tune_key=key(small[0], tokens),
+        tune_key=tune_key,
         candidates=candidates(small[0], tokens, dtype),
+        configurations=configurations,
         tolerance=tolerance,
     )
-
-
-def _by(plan: dict, call: Callable, w: Packed, tokens: int) -> Callable:
-    """The call with this configuration."""
-    from kernels.int_matmul.triton import key
-
-    def run(which: int | str) -> Tensor:
-        with trying("int_matmul", key(w, tokens), plan):
-            return call(which)
-
-    return run
 
 
 def stored_bytes(shape: tuple[int, int], bits: int, group_size: int) -> int:

@@ -11,7 +11,7 @@ from kernels.linear.onednn import lays_out
 from kernels.lut_matmul import FP4, NF4, Codebook, lut_matmul, pack_codebook, panels_fit, to_panels
 from kernels.lut_matmul.reference import dequantize
 from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, TimedSizes, times
-from kernels.tuning import trying
+from kernels.tuning import under
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -126,13 +126,9 @@ def _gpu(
     calls: dict[str, Callable[[int], object]] = {"triton": lambda i: lut_matmul(x, small[i], impl="triton")}
     expected = {"triton": times(x, lambda: dequantize(small[0]))}
     tune_key, plans = key(small[0], tokens), candidates(small[0], tokens)
-    if plans[0]["pairs"]:  # the other way to look codes up
-
-        def permuted(i: int) -> Tensor:
-            with trying("lut_matmul", tune_key, plans[1]):
-                return lut_matmul(x, small[i], impl="triton")
-
-        calls["triton, permutations"], expected["triton, permutations"] = permuted, expected["triton"]
+    configurations = {"triton, permutations": plans[1]} if plans[0]["pairs"] else {}  # the other way to look codes up
+    for name, plan in configurations.items():
+        calls[name], expected[name] = under("lut_matmul", tune_key, plan, calls["triton"]), expected["triton"]
     if kind == "NF4" and group_size == 64 and device.type == "cuda":
         calls |= _bitsandbytes(x, rival.weights, expected)
     tables = 2 * out * columns // group_size if kind == "NF4" else 2 * out << bits
@@ -148,6 +144,7 @@ def _gpu(
         goal=3.0 if kind == "NF4" and tokens == 1 and out == 14336 else None,
         tune_key=tune_key,
         candidates=plans,
+        configurations=configurations,
     )
 
 

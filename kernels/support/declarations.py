@@ -102,6 +102,8 @@ class Contest:
     pairs:       of attention, whose shape ends with the channels of a head: queries times the keys that each of them
                  sees, over all heads. From them follow the bytes that no order of tiles can save.
     tune_key, candidates: the key for `tuning.configuration`, and at most 8 configurations to try.
+    configurations: contestant that runs this op as well -> its configuration, which is recorded under `tune_key` if it
+                 is faster than ours by more than noise.
     expected:    contestant -> a function that gives the right result for the operands of copy 0, in float64 and by
                  another method; its argument is the contestant's output, since several results may be right.
                  `kernels.harness.verify` compares them before anything is timed.
@@ -125,6 +127,7 @@ class Contest:
     goal_us: float | None = None
     tune_key: str | None = None
     candidates: list[dict] = field(default_factory=list)
+    configurations: dict[str, dict] = field(default_factory=dict)
     rivals: tuple[str, ...] = ()
     graph: bool = True
     expected: dict[str, Expected] = field(default_factory=dict)

@@ -7,9 +7,10 @@ import torch
 
 from kernels import tuning
 from kernels.harness import trial
+from kernels.harness.timing import Timing
 from kernels.support.declarations import Contest
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SLOW, FAST, WRONG, RAISES = {"block": 1}, {"block": 2}, {"block": 3}, {"block": 4}
 KEY = "w4 m1"
 
@@ -125,8 +126,73 @@ def test_a_key_is_tuned_once_and_its_contests_use_it(folder, tmp_path, monkeypat
     monkeypatch.setattr(trial, "import_module", lambda name: type("cases", (), {"contests": staticmethod(made)}))
     lines = []
     log = trial.Log(lines.append, "contests", float("inf"))
-    trial.contests(log, ["op"], CPU, True, 0, None, tmp_path)
+    trial.contests(log, ["op"], CPU, True, 0, None, tmp_path, tune=True)
     assert [line["kind"] for line in lines].count("tuned") == 1 and len(used) == 2
     rows = [line for line in lines if line["kind"] == "contest"]
     assert [row["configuration"] for row in rows] == [FAST, FAST]
     assert tuning.configuration("op", KEY, SLOW) == SLOW, "on a CPU nothing is written where kernels look"
+
+
+CLEAR = {"ours": (9.9, 10.0, 10.1), "fast": (7.9, 8.0, 8.1)}  # quartiles and medians
+
+
+@pytest.mark.parametrize(
+    "times, more",
+    [
+        (CLEAR, {}),
+        ({**CLEAR, "fast": (7.9, 8.0, 9.95)}, {"reason": "the quartiles overlap"}),
+        ({**CLEAR, "fast": (10.9, 11.0, 11.1)}, {"reason": "it is slower"}),
+        ({"ours": (9.99, 10.0, 10.01), "fast": (9.96, 9.97, 9.98)}, {"reason": "by less than a hundredth"}),
+        (CLEAR, {"reason": "one round says nothing of noise", "rounds": 1}),
+        (CLEAR, {"reason": "it is not timed alike", "how": "loop"}),
+        (CLEAR, {"reason": "its output is wrong", "output": torch.ones(8)}),
+        (CLEAR, {"reason": "nobody knows its right output", "expected": ("ours",)}),
+    ],
+)
+def test_a_configuration_that_wins_a_contest_is_read_afterwards(folder, tmp_path, monkeypatch, times, more):
+    """In a run that does not tune, on a GPU, with times that are given: only if the win is more than noise."""
+    x = torch.arange(8.0)
+
+    def made(device, toy, asked):
+        for _ in range(2):
+            calls = {"ours": lambda i: x * 2, "fast": lambda i: more.get("output", x * 2), "rival": lambda i: x * 2}
+            expected = dict.fromkeys(more.get("expected", ("ours", "fast")), lambda found: x.double() * 2)
+            which = {"tune_key": KEY, "configurations": {"fast": FAST}, "expected": expected}
+            yield Contest("op", "W4", (8,), 1, calls, 1, "ours", "rival", 64, 8, **which)
+
+    def timed(calls, *_, **__):
+        given = {"rival": (1.0, 1.0, 1.0), **times}
+        how = {"fast": more.get("how", "graph")}
+        return {
+            name: Timing(
+                given[name][1], given[name][0], given[name][2], more.get("rounds", 5), 1, how.get(name, "graph")
+            )
+            for name in calls
+        }
+
+    monkeypatch.setattr(trial, "import_module", lambda name: type("cases", (), {"contests": staticmethod(made)}))
+    monkeypatch.setattr(trial, "time_in_turns", timed)
+    monkeypatch.setattr(trial, "settle", lambda device: None)
+    lines = []
+    trial.contests(trial.Log(lines.append, "contests", float("inf")), ["op"], GPU, False, 0, None, tmp_path / "out")
+    rows = [line for line in lines if line["kind"] == "contest"]
+    assert [row["status"] for row in rows] == ["timed", "timed"]
+    if "reason" in more:
+        assert tuning.configuration("op", KEY, SLOW) == SLOW and not folder.exists()
+        assert not [line for line in lines if line["kind"] == "tuned"]
+        return
+    assert tuning.configuration("op", KEY, SLOW) == FAST
+    for written in (folder, tmp_path / "out"):
+        assert json.loads((written / "a-gpu.json").read_text()) == {"op": {KEY: FAST}}
+    first = next(line for line in lines if line["kind"] == "tuned")
+    assert (first["op"], first["key"], first["configuration"]) == ("op", KEY, FAST)
+    assert [row["configuration"] for row in rows] == [None, FAST], "contests after it use it"
+
+
+def test_a_winner_that_cannot_be_written_leaves_the_row(folder, monkeypatch, capsys):
+    def refuses(*_):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(tuning, "save", refuses)
+    trial._keep(contest([FAST]), FAST, trial.Log(lambda line: None, "contests", float("inf")), GPU, None)
+    assert f"op {KEY}: no call will use what was found: PermissionError: read-only" in capsys.readouterr().out
