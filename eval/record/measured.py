@@ -323,6 +323,7 @@ class ContestRow:
     strongest: str
     goal: float | None
     goal_us: float | None
+    goal_bandwidth: float | None
     goal_met: bool | None
     least_bytes: float | None
     flops: float | None

@@ -113,6 +113,7 @@ def _noisy(row: dict[str, Any]) -> bool:
 def _goal(row: dict[str, Any]) -> str:
     wanted = [f"{row['goal']:g}x"] if row["goal"] is not None else []
     wanted += [f"{row['goal_us']:g}us"] if row["goal_us"] is not None else []
+    wanted += [f"{row['goal_bandwidth']:.0%} of copy"] if row.get("goal_bandwidth") else []  # older records have none
     verdict = {True: " met", False: " MISSED", None: ""}[row["goal_met"]]
     return " ".join(wanted) + verdict if wanted else "-"
 

@@ -35,10 +35,10 @@ DECLARED = (
     "rate",
     "goal",
     "goal_us",
+    "goal_bandwidth",
     "tune_key",
 )
 FOUND = ("speedup", "strongest", "goal_met", "least_seconds", "bound", "roofline", "configuration")
-GOALS_OF = "H200"  # the GPU of the goals in microseconds; ratios to a baseline are goals on every GPU
 WORTH = 0.99  # a configuration is recorded if it takes less than this share of the heuristic's time
 
 
@@ -240,7 +240,7 @@ def measure(
         "clocks": list(next(iter(took.values())).clocks),
         "speedup": baseline / ours if ours and baseline else None,
         "strongest": min(others, key=lambda name: others[name]) if others else None,
-        "goal_met": None if contest.ours in verdict.red else goal_met(contest, ours, baseline),
+        "goal_met": None if contest.ours in verdict.red else goal_met(contest, ours, baseline, ceilings),
         "least_seconds": least,
         "bound": bound,
         "roofline": least / ours if least and ours else None,
@@ -253,14 +253,19 @@ def _status(contest: Contest, ours: float | None, note: str, verdict: OpVerdict)
     return "unsound" if contest.ours in verdict.red else "timed"
 
 
-def goal_met(contest: Contest, ours: float | None, baseline: float | None) -> bool | None:
+def goal_met(contest: Contest, ours: float | None, baseline: float | None, ceilings: Ceilings | None) -> bool | None:
     """Were the contest's goals reached? None if it has none, or if that cannot be known here."""
-    known = ours is not None and (contest.goal is None or baseline is not None) and not interpreting()
-    if not known or (contest.goal is None and contest.goal_us is None):
+    allowed = []  # seconds; None: not known
+    if contest.goal is not None:
+        allowed.append(baseline / contest.goal if baseline else None)
+    if contest.goal_us is not None:
+        allowed.append(contest.goal_us / 1e6)
+    if contest.goal_bandwidth is not None:
+        moved = ceilings and contest.least_bytes / ceilings.bandwidth
+        allowed.append(moved / contest.goal_bandwidth if moved else None)
+    if ours is None or not allowed or None in allowed or interpreting():
         return None
-    return (contest.goal is None or baseline / ours >= contest.goal) and (
-        contest.goal_us is None or ours * 1e6 <= contest.goal_us
-    )
+    return ours <= min(allowed)
 
 
 def winner(contest: Contest, row: Line) -> str | None:
@@ -378,10 +383,12 @@ def _numbered(
 
 
 def goals_here(contest: Contest, device: torch.device) -> Contest:
-    """The contest without its goal in microseconds on another GPU than the one for which it was set."""
-    if device.type != "cuda" or contest.goal_us is None or GOALS_OF in torch.cuda.get_device_name(device):
+    """The contest with the goal in microseconds that was set for this GPU, if one was. Ratios to a baseline and to the
+    bandwidth are goals on every GPU."""
+    if device.type != "cuda" or not contest.goals_us:
         return contest
-    return replace(contest, goal_us=None)
+    name = torch.cuda.get_device_name(device)
+    return replace(contest, goal_us=next((us for gpu, us in contest.goals_us.items() if gpu in name), None))
 
 
 def bare_row(op: str, status: str, detail: str = "") -> Line:

@@ -38,7 +38,8 @@ table.txt, <gpu>.json (configurations found, also in kernels/tuned) and record.j
                  eager          on a GPU: {contestant: one call from Python, launches included; a single sample}
                  speedup        seconds[baseline] / seconds[ours]
                  strongest      the fastest contestant except ours
-                 goal, goal_us, goal_met    the goals: a speed-up, microseconds; null if there is no goal (on this GPU)
+                 goal, goal_us, goal_bandwidth, goal_met    the goals: a speed-up, microseconds, a share of the
+                 bandwidth; null if there is no goal (on this GPU)
                  least_bytes, flops, rate, least_seconds, bound ("bytes" or the rate),
                  roofline = least_seconds / seconds[ours]
                  tune_key, configuration    null: the heuristic's, or the one in kernels/tuned

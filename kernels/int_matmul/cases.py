@@ -17,11 +17,18 @@ from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, Ti
 from kernels.tuning import under
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-GOALS = {  # (bits, out) -> tokens -> times cuBLAS in bfloat16
-    (4, 14336): {1: 3.3, 16: 3.0, 64: 2.0, 256: 0.85, 2048: 0.85},
-    (4, 4096): {1: 2.0, 16: 2.0, 64: 2.0, 256: 0.85, 2048: 0.85},
-    (8, 14336): {1: 1.8}, (3, 14336): {1: 3.6}, (2, 14336): {1: 4.5},
+GOALS = {  # (bits, out, in) -> tokens -> times cuBLAS in bfloat16
+    (4, 14336, 4096): {1: 3.3, 16: 3.0, 64: 0.95, 256: 0.95, 2048: 0.85},
+    (4, 4096, 4096): {1: 2.0, 16: 2.0, 64: 0.95, 256: 0.95, 2048: 0.85},
+    (8, 14336, 4096): {1: 1.8}, (3, 14336, 4096): {1: 3.6}, (2, 14336, 4096): {1: 4.5},
 }  # fmt: skip
+GOALS_US = {  # the same -> part of the GPU's name -> microseconds
+    (4, 14336, 4096): {
+        1: {"NVIDIA H200": 8.8, "H100 80GB HBM3": 15.0},
+        64: {"H100 80GB HBM3": 25.0},
+        256: {"H100 80GB HBM3": 85.0},
+    }
+}
 
 
 def checks(device: torch.device) -> list[Check]:
@@ -203,8 +210,8 @@ def _gpu(
         calls,
         expected,
         rival,
-        goal=GOALS.get((bits, out), {}).get(tokens),
-        goal_us=8.8 if (bits, out, tokens) == (4, 14336, 1) else None,
+        goal=GOALS.get((bits, *shape), {}).get(tokens),
+        goals_us=GOALS_US.get((bits, *shape), {}).get(tokens, {}),
         tune_key=tune_key,
         candidates=candidates(small[0], tokens, dtype),
         configurations=configurations,

@@ -106,6 +106,7 @@ def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Con
             yield _contest(device, "int4 KV", 4, 1, 2, 4, 128, 32, 2, goal=2.6)
             yield _contest(device, "fp8 KV", 8, 1, 2, 4, 128, 32, 2, goal=1.8, float8=True)
     elif device.type == "cuda":
+        yield _contest(device, "int4 KV", 4, 1, 8, 4, 32768, 128, 4, goal_bandwidth=0.65)
         for B, S in ((1, 131072), (8, 16384)):
             yield _contest(device, "bf16 KV", 16, B, 8, 4, S, 128, 2)
             yield _contest(device, "int8 KV", 8, B, 8, 4, S, 128, 2, goal=1.7)
@@ -297,6 +298,7 @@ def _contest(
     D: int,
     copies: int,
     goal: float | None = None,
+    goal_bandwidth: float | None = None,
     kept: float = 1.0,
     float8: bool = False,
 ) -> Contest:
@@ -355,6 +357,7 @@ def _contest(
         flops=4 * G * D * int(lengths.sum()),
         pairs=G * int(lengths.sum()),
         goal=goal,
+        goal_bandwidth=goal_bandwidth,
         tune_key=tune_key,
         candidates=candidates,
         expected={**dict.fromkeys(contestants, right(q, whole[0], full)), name: right(q, small[0], lengths, starts)},

@@ -97,6 +97,8 @@ class Contest:
     ours:        the contestant that is this op; `baseline` the one to which `goal` (a ratio of times) refers; with
                  `rivals`, the goal refers to the fastest of them and the baseline.
     graph:       may calls be replayed from a CUDA graph? False if launches are part of the comparison.
+    goal_bandwidth: share of the measured bandwidth of a copy at which ours must move `least_bytes`.
+    goals_us:    microseconds that ours may take, by a part of the GPU's name; `goal_us` is the one that holds here.
     least_bytes: bytes to read each operand once and to write each output once.
     flops:       floating-point (or integer) operations of the product itself; `rate` names their type.
     pairs:       of attention, whose shape ends with the channels of a head: queries times the keys that each of them
@@ -125,6 +127,8 @@ class Contest:
     pairs: int = 0
     goal: float | None = None
     goal_us: float | None = None
+    goals_us: dict[str, float] = field(default_factory=dict)
+    goal_bandwidth: float | None = None
     tune_key: str | None = None
     candidates: list[dict] = field(default_factory=list)
     configurations: dict[str, dict] = field(default_factory=dict)

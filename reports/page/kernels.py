@@ -115,6 +115,7 @@ def _row(row: ContestRow) -> ShownContest:
         return ShownContest(*head)
     goals = [f"{fmt(row.goal)}×"] if row.goal else []
     goals += [f"{fmt(row.goal_us, '.3g')} µs"] if row.goal_us else []
+    goals += [f"{fmt(row.goal_bandwidth, '.0f', 100, ' %')} of the bandwidth"] if row.goal_bandwidth else []
     met = {True: (", met", "good"), False: (", missed", "bad"), None: ("", "")}[row.goal_met]
     return ShownContest(
         *head,

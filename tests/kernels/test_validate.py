@@ -331,12 +331,28 @@ def test_ops_take_turns_in_one_process_and_some_contests_are_asked_for(ops, tmp_
 
 
 def test_goals_in_microseconds_are_those_of_one_gpu(monkeypatch):
-    goal, here = contest("a", goal=1.5, goal_us=8.0), "NVIDIA H100 80GB HBM3"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: here)
-    kept = trial.goals_here(goal, torch.device("cuda"))
-    assert (kept.goal, kept.goal_us) == (1.5, None)
-    here = "NVIDIA H200"
-    assert trial.goals_here(goal, torch.device("cuda")) is goal is trial.goals_here(goal, CPU)
+    goal, found = contest("a", goal=1.5, goals_us={"NVIDIA H200": 8.0, "H100 80GB HBM3": 9.0}), {}
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB", "NVIDIA H100 PCIe"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        kept = trial.goals_here(goal, torch.device("cuda"))
+        assert kept.goal == 1.5, "ratios are goals on every GPU"
+        found[name.removeprefix("NVIDIA ")] = kept.goal_us
+    assert found == {"H100 80GB HBM3": 9.0, "H200": 8.0, "GH200 480GB": None, "H100 PCIe": None}
+    assert trial.goals_here(goal, CPU) is goal
+
+
+def test_all_goals_of_a_contest_must_be_reached():
+    ceilings = roofline.Ceilings(64e6, read=128e6)  # the contest's 64 bytes are copied in a microsecond
+    both = contest("a", goal=2.0, goal_us=4.0)
+    assert [trial.goal_met(both, ours, 6e-6, None) for ours in (2.9e-6, 3.1e-6)] == [True, False]
+    assert trial.goal_met(both, 2e-6, None, None) is None, "without its baseline"
+    half = contest("a", goal_bandwidth=0.5)
+    assert [trial.goal_met(half, ours, None, ceilings) for ours in (1.9e-6, 2.1e-6)] == [True, False]
+    assert trial.goal_met(half, 1e-6, None, None) is None, "where the bandwidth is not known"
+    assert trial.goal_met(contest("a"), 1e-6, 1e-6, ceilings) is None
+    row = {**trial.bare_row("a", "timed"), "goal_bandwidth": 0.5, "goal_met": False}
+    row |= {"ours": "x", "seconds": {"x": 2.1e-6}, "how": {"x": "graph"}, "quartiles": {"x": [2e-6, 2e-6]}}
+    assert "50% of copy MISSED" in rows_table([row])
 
 
 def test_contests_beyond_the_budget_are_named_and_resumed(monkeypatch, log, lines):
