@@ -10,7 +10,7 @@ from kernels.int_matmul import Packed
 from kernels.interpreter import interpreting, prepare
 from kernels.tuning import Compilation, configuration
 from kernels.w4a8_matmul.groups import common_group
-from kernels.w8a8_matmul.triton import gather, magnitude, steps
+from kernels.w8a8_matmul.triton import gathered, magnitude, steps
 
 prepare()
 
@@ -206,7 +206,6 @@ def product(
 NARROW = {"rows": 64, "tokens": 16, "split": 1, "num_warps": 4, "num_stages": 4}  # up to 16 tokens
 SOME = {"rows": 64, "tokens": 64, "split": 1, "num_warps": 4, "num_stages": 3}
 WIDE = {"rows": 128, "tokens": 128, "split": 1, "num_warps": 8, "num_stages": 3}
-GATHERED = 1024  # outputs of a token that a program adds up from all splits
 
 
 @on_its_device
@@ -255,9 +254,7 @@ def multiplied(codes: Tensor, step: Tensor, w: Packed, dtype: torch.dtype) -> Te
         TOKENS=c["tokens"], DEPTH=depth, num_warps=c["num_warps"], num_stages=c["num_stages"],
     )  # fmt: skip
     if splits > 1:  # the sums are scaled already
-        gather[(tokens, triton.cdiv(out, GATHERED))](
-            sums, step, step, y, tokens, out, splits, BLOCKED=True, COLUMNS=GATHERED
-        )
+        gathered(sums, step, step, y, True)
     return y
 
 

@@ -163,11 +163,10 @@ def _library(x: Tensor, small: list[W8]) -> dict[str, Callable[[int], object]]:
         return fast(codes, small[i].codes.t(), scale, small[i].scale[None])
 
     def fused_int_mm(i: int) -> Tensor:
-        """With our rounding in one launch; up to 16 tokens are padded, because cuBLAS needs more."""
-        codes, scale = fused(x, INT8, None, False)
-        padded = F.pad(codes[:, : x.shape[1]], (0, 0, 0, max(0, 32 - x.shape[0])))
-        sums = torch._int_mm(padded, small[i].codes.t())[: x.shape[0]]
-        return (sums.float() * small[i].scale * scale).to(x.dtype)
+        """With our rounding and our scaling, in one launch each."""
+        codes, scale = fused(padded, INT8, None, False)
+        sums = torch._int_mm(codes, small[i].codes.t())[None, : x.shape[0]]
+        return gathered(sums, scale, small[i].scale, torch.empty(sums.shape[1:], dtype=x.dtype, device=x.device), False)
 
     def fused_scaled_mm(i: int) -> Tensor:
         codes, scale = fused(x, FP8, None, False)
@@ -176,14 +175,14 @@ def _library(x: Tensor, small: list[W8]) -> dict[str, Callable[[int], object]]:
     def product_only(i: int) -> Tensor:
         return fast(fixed, small[i].codes.t(), fixed_scale, small[i].scale[None])
 
-    if x.device.type != "cuda":
-        return {}
+    from kernels.w8a8_matmul.triton import gathered
     from kernels.w8a8_matmul.triton import quantized as fused
 
+    padded = F.pad(x, (0, 0, 0, 32 - len(x))) if len(x) <= 16 else x  # cuBLAS needs more tokens, once for all calls
     fixed, fixed_scale = quantize_rows(x, FP8)
     if small[0].codes.dtype == INT8:
         calls = {"_int_mm": int_mm} if x.shape[0] > 16 else {}  # cuBLAS needs more tokens than 16
-        calls["_int_mm, rounding fused"] = fused_int_mm
+        calls["_int_mm, rounding and scaling fused"] = fused_int_mm
     else:
         calls = {
             "_scaled_mm": scaled_mm,

@@ -381,10 +381,18 @@ def _narrow(
         num_stages=c["num_stages"],
     )
     if splits > 1:
-        wide = min(1024, triton.next_power_of_2(out))
-        gather[(tokens, triton.cdiv(out, wide))](
-            target, x_scale, w_scale, y, tokens, out, splits, BLOCKED=blocked, COLUMNS=wide
-        )
+        gathered(target, x_scale, w_scale, y, blocked)
+
+
+@on_its_device
+def gathered(sums: Tensor, x_scale: Tensor, w_scale: Tensor, y: Tensor, blocked: bool) -> Tensor:
+    """y [tokens, out], filled with the sums [splits, tokens, out] of all splits, in units of the scales."""
+    splits, tokens, out = sums.shape
+    wide = min(1024, triton.next_power_of_2(out))
+    gather[(tokens, triton.cdiv(out, wide))](
+        sums, x_scale, w_scale, y, tokens, out, splits, BLOCKED=blocked, COLUMNS=wide
+    )
+    return y
 
 
 def _tile(

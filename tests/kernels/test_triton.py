@@ -10,20 +10,24 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.hadamard import hadamard
 from kernels.hadamard.codes import hadamard_codes
 from kernels.harness import aot
 from kernels.harness.aot import committed, compiler, figures, mnemonics_of, regressions, shipped
 from kernels.harness.hazards import mixed_rows, rewritten_in_flight
+from kernels.harness.verify import OpVerdict, verify
 from kernels.interpreter import PATCHES, installed, interpreting
 from kernels.support.declarations import OPS, OWN
 from kernels.w4a8_matmul.codes import even_first
 from kernels.w4a8_matmul.reference import rounded
+from kernels.w8a8_matmul.layout import int_mm_is_exact
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = "WORKBENCH_EVERY_CHECK"
@@ -94,6 +98,33 @@ def test_what_tuning_finds_is_read(op, monkeypatch):
         every = [*contest.candidates, *contest.configurations.values()]
         assert {frozenset(configuration) for configuration in every} == {frozenset(heuristic)}
         assert len(contest.candidates) <= 8
+
+
+class TorchOps(TorchDispatchMode):
+    """The names of the operations that torch runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@inside
+@pytest.mark.skipif(not int_mm_is_exact(), reason="torch's int8 products saturate on this processor")
+def test_the_rival_in_int8_is_one_product_between_two_kernels():
+    """A rival whose tokens are padded, and whose sums are scaled, by launches of torch would be a weak one."""
+    made = importlib.import_module("kernels.w8a8_matmul.cases").contests(torch.device("cpu"), True, OWN)
+    contest, rival = next(made), "_int_mm, rounding and scaling fused"
+    assert contest.tokens == 1, "which cuBLAS does not multiply"
+    alone = replace(contest, contestants={rival: contest.contestants[rival]})
+    assert verify(alone, torch.device("cpu")) == OpVerdict({}, ())
+    with TorchOps() as ran:
+        contest.contestants[rival](0)
+    memory = {"empty", "new_empty", "set_", "copy_", "alias", "t", "slice", "unsqueeze"}  # also the interpreter's own
+    assert ran.names - memory == {"_int_mm"}
 
 
 @needs_triton
