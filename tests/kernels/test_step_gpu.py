@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from eval.speed.speed import GraphDecoder, TimedModel
 from kernels.step.cache import static_cache
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.gpu.body import FusedBody, largest
-from kernels.step.gpu.graphs import Graphs, GraphSteps
+from kernels.step.gpu.graphs import Graphs, GraphStep, GraphSteps
 from tests.kernels.test_accelerate import LOOKALIKES, lookalike
 
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
@@ -110,6 +111,63 @@ def test_generate_writes_what_transformers_writes(tiny, tokens):
     assert fast.generate(ids, max_new_tokens=5, do_sample=True, top_k=3).shape == (2, 14)
     fast.acceleration.remove()
     assert "generate" not in vars(fast) and not hasattr(fast, "acceleration")
+
+
+@pytest.mark.in_turns
+@pytest.mark.parametrize("most", [1 << 62, 64])
+@pytest.mark.parametrize("architecture", FUSED)
+def test_sequences_with_padding_take_fused_steps(architecture, most, tiny, tokens, monkeypatch):
+    """Over graphs that become too small, of which the last one may lack memory; and in a second turn. A window may end
+    within the padding."""
+    for name in ("LEAST", "SPARE"):
+        monkeypatch.setattr(f"kernels.step.gpu.sizes.{name}", 16)
+    steps, step, body = [], GraphStep.__call__, Graphs._body
+
+    def limited(self, batch, positions, room):
+        if positions > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return body(self, batch, positions, room)
+
+    monkeypatch.setattr(GraphStep, "__call__", lambda self: (steps.append(1), step(self)))
+    monkeypatch.setattr(Graphs, "_body", limited)
+    model = tiny(architecture, max_position_embeddings=512)
+    ids, mask = torch.cat(tokens(3, 30)), torch.ones(3, 30, dtype=torch.int64)
+    mask[0, :7], mask[2, :25] = 0, 0
+
+    def turns():
+        many = {"max_new_tokens": 41, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        many |= {"return_dict_in_generate": True, "output_logits": True}
+        first = model.generate(ids, attention_mask=mask, **many)
+        longer = torch.cat([mask, torch.ones(3, 41, dtype=torch.int64)], 1)
+        return first, model.generate(
+            first.sequences, attention_mask=longer, past_key_values=first.past_key_values, **many
+        )
+
+    expected = turns()
+    GraphAcceleration(model).take_over()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if most < 1 << 62 else "error")
+        found = turns()
+    assert len(steps) == (80 if most == 1 << 62 else 34)
+    for one, two in zip(found, expected, strict=True):
+        assert torch.equal(one.sequences, two.sequences)
+        assert_close(torch.stack(one.logits), torch.stack(two.logits), rtol=1e-3, atol=1e-4)
+        assert one.past_key_values.get_seq_length() == two.past_key_values.get_seq_length()
+
+
+@pytest.mark.parametrize(("architecture", "hidden", "reason"), [
+    ("llama", slice(3, 5), "not those of sequences with padding at the beginning"),
+    ("phi", slice(0, 3), "only fused steps read padded sequences: .*Llama"),
+])  # fmt: skip
+def test_other_padding_is_left_to_the_models_own_code(architecture, hidden, reason, tiny, tokens):
+    model, ids = tiny(architecture), torch.cat(tokens(2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, hidden] = 0
+    many = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **many)
+    GraphAcceleration(model).take_over()
+    with pytest.warns(UserWarning, match=f"without a CUDA graph: .*{reason}"):
+        assert torch.equal(model.generate(ids, **many), expected)
 
 
 def test_a_changed_model_gets_other_graphs(tiny, tokens):

@@ -1,7 +1,6 @@
 """`accelerate` on a GPU: the decoding steps of `generate` as CUDA graphs."""
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,23 +68,20 @@ class GraphAcceleration:
 
     def steps(self, cache: Any, batch: int) -> GraphSteps | StoredSteps | None:
         """Steps behind a prompt that the model has read into a cache without padding; None: call the model instead."""
-        kind = StoredSteps if StoredSteps.take(cache) else GraphSteps
-        return self._steps(cache, lambda graphs: kind(graphs, cache, batch))
+        return self._steps(cache, batch)
 
-    def padded_steps(self, cache: Any, mask: Tensor | None, positions: Tensor) -> StoredSteps | None:
-        """Steps behind sequences of different lengths in a cache that leaves padding out: the mask and the positions
-        of the prompt, [batch, tokens]; None: call the model instead."""
-        if not StoredSteps.take(cache):
-            return None
+    def padded_steps(self, cache: Any, mask: Tensor | None, positions: Tensor) -> GraphSteps | StoredSteps | None:
+        """Steps behind sequences of different lengths: the mask and the positions of the prompt, [batch, tokens];
+        None: call the model instead."""
         batch = len(positions) if mask is None else len(mask)
-        places = positions.expand(batch, -1)
-        return self._steps(cache, lambda graphs: StoredSteps(graphs, cache, batch, mask, places))
+        return self._steps(cache, batch, mask, positions.expand(batch, -1))
 
-    def _steps(self, cache: Any, made: Callable[[Graphs], GraphSteps | StoredSteps]) -> GraphSteps | StoredSteps | None:
+    def _steps(self, cache: Any, batch: int, *padded: Tensor | None) -> GraphSteps | StoredSteps | None:
         before, self.why_not = self.why_not, self._why_not(cache)
         if not self.why_not:
             try:
-                return made(self.graphs())
+                kind = StoredSteps if StoredSteps.take(cache) else GraphSteps
+                return kind(self.graphs(), cache, batch, *padded)
             except NotNative as error:
                 self.why_not = str(error)
         if self.why_not != before:

@@ -177,6 +177,12 @@ class FusedBody:
         for length in self.lengths.values():
             length.fill_(held)
 
+    def leave_out(self, padding: Tensor) -> None:
+        """Each sequence has so many tokens less than `at` said, int32 [batch]: its cache begins with the first token
+        that is no padding."""
+        for length in self.lengths.values():
+            length.sub_(padding[:, None])
+
     def _products(self, linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...]:
         """The products of several linears with one input: [batch, out_i], rows at any distance."""
         if (whole := together(linears)) is not None:

@@ -186,11 +186,28 @@ class GraphSteps:
     these graphs may exist.
     """
 
-    def __init__(self, graphs: Graphs, cache: DynamicCache, batch: int) -> None:
-        """Raises NotNative if there is no graph of this size."""
+    def __init__(
+        self,
+        graphs: Graphs,
+        cache: DynamicCache,
+        batch: int,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> None:
+        """mask, positions: those of the prompt, [batch, tokens], if its sequences begin at different positions.
+
+        Raises:
+            NotNative: there is no graph of this size, or none for padding, or for padding behind the first tokens.
+        """
         self._graphs, self._cache, self._batch, self._slot = graphs, cache, batch, cache.get_seq_length()
+        self._read = self._slot  # by the prompt
+        self._padding = None if positions is None else padding_of(positions, self._slot)
+        if self._padding is not None:
+            check_padding(self._padding, mask, self._slot)
+            if graphs.why_not_fused:
+                raise NotNative(f"only fused steps read padded sequences: {graphs.why_not_fused}")
         self._step: GraphStep | None = None
-        self._calls: Calls | None = None
+        self._calls = Calls(graphs.model, cache, mask, positions)
         self._fill()
         graphs.in_use = True
 
@@ -214,7 +231,7 @@ class GraphSteps:
                 self._fill()
             except NotNative as error:
                 warnings.warn(f"the rest is written by the model's own code, without a graph: {error}", stacklevel=2)
-                self._calls = Calls(self._graphs.model, self._cache, None, None)
+                self._calls.advance(self._slot - self._read)
         if self._step is None:
             self._calls(tokens)
             return None
@@ -227,8 +244,10 @@ class GraphSteps:
         """Copy the cache into a graph that has room for more positions."""
         step = self._graphs.step(self._batch, self._slot + sizes.SPARE)
         for layer, room in zip(self._cache.layers, step.body.rooms(), strict=True):
-            copy_in(layer, room, self._slot)
+            copy_in(layer, room, self._slot, self._padding)
         step.at(self._slot)
+        if self._padding is not None:
+            step.body.leave_out(self._padding)
         self._step = step
 
     @property
@@ -247,20 +266,56 @@ class GraphSteps:
         if self._step is None:
             return
         for layer, room in zip(self._cache.layers, self._step.body.rooms(), strict=True):
-            copy_out(layer, room, self._slot)
+            copy_out(layer, room, self._slot, self._padding)
         self._step = None
 
 
-def copy_in(layer: DynamicLayer, room: tuple[Tensor, Tensor], slot: int) -> None:
-    """Copy a layer's keys and values to where they end at `slot` in larger tensors."""
+def padding_of(positions: Tensor, slot: int) -> Tensor:
+    """The number of padded places of each sequence, int32 [batch], behind `slot` places with these positions.
+
+    Raises:
+        NotNative: the positions are beyond the places.
+    """
+    padding = (slot - 1 - positions[:, -1]).to(torch.int32)
+    if int(padding.min()) < 0:
+        raise NotNative("positions lie behind the tokens of the cache")
+    return padding
+
+
+def check_padding(padding: Tensor, mask: Tensor | None, slot: int) -> None:
+    """Check that a mask [batch, slot] hides so many places at the beginning of each sequence, and no others.
+
+    Raises:
+        NotNative: it does not.
+    """
+    seen = torch.arange(slot, device=padding.device) >= padding[:, None]
+    if mask is None or mask.shape != seen.shape or not torch.equal(mask.bool(), seen):
+        raise NotNative("the mask and the positions are not those of sequences with padding at the beginning")
+
+
+def copy_in(layer: DynamicLayer, room: tuple[Tensor, Tensor], slot: int, padding: Tensor | None = None) -> None:
+    """Copy a layer's keys and values to where they end at `slot` in larger tensors, or, in sequences with padding,
+    int32 [batch], as many places before it."""
     held = layer.keys.shape[2]
     for own, there in zip((layer.keys, layer.values), room, strict=True):
-        there[:, :, slot - held : slot] = own
+        if padding is None:
+            there[:, :, slot - held : slot] = own
+        else:
+            there[:, :, :slot] = _shifted(own, 0, slot, padding + (held - slot))
 
 
-def copy_out(layer: DynamicLayer, room: tuple[Tensor, Tensor], slot: int) -> None:
-    """Give a layer its keys and values back, which end at `slot`."""
+def copy_out(layer: DynamicLayer, room: tuple[Tensor, Tensor], slot: int, padding: Tensor | None = None) -> None:
+    """Give a layer its keys and values back, which end as in `copy_in`. Any numbers take the places of padding."""
     first = max(0, slot - layer.sliding_window + 1) if layer.is_sliding else 0
-    layer.keys, layer.values = (t[:, :, first:slot].clone() for t in room)
+    layer.keys, layer.values = (
+        t[:, :, first:slot].clone() if padding is None else _shifted(t, first, slot, -padding) for t in room
+    )
     if layer.is_sliding:
         layer.cumulative_length = slot
+
+
+def _shifted(x: Tensor, first: int, end: int, by: Tensor) -> Tensor:
+    """The positions first + by .. end + by of x [batch, heads, positions, channels], where by [batch] differs between
+    sequences; where x has none, its first or last position."""
+    at = (torch.arange(first, end, device=x.device) + by[:, None]).clamp_(0, x.shape[2] - 1)
+    return x.gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

@@ -175,8 +175,8 @@ class StoredBody(FusedBody):
         """The next token is read behind this number of tokens, of which some may be padding, int32 [batch]; what the
         layers hold does not change."""
         super().at(tokens)
-        for length in self.lengths.values() if padding is not None else ():
-            length.sub_(padding[:, None])
+        if padding is not None:
+            self.leave_out(padding)
 
     def at(self, held: int) -> None:
         """The next token is read behind the first `held` positions, all of which the layers hold, if there is room."""

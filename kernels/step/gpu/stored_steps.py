@@ -3,13 +3,12 @@
 import warnings
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kernels.step.cache import StoringCache
 from kernels.step.cache_view import StoredLayer
 from kernels.step.gpu import sizes
-from kernels.step.gpu.graphs import Graphs, GraphStep, copy_in, copy_out
+from kernels.step.gpu.graphs import Graphs, GraphStep, check_padding, copy_in, copy_out, padding_of
 from kernels.step.gpu.stored import Room
 from kernels.step.recognition.parts import NotNative
 from kernels.step.writing.generate import Calls
@@ -48,9 +47,9 @@ class StoredSteps:
         odd = [n for n, window in graphs.layers if bool(window) != getattr(cache.layers[n], "is_sliding", False)]
         if odd:
             raise NotNative(f"layer {odd[0]} and its cache do not agree on whether there is a window")
-        self._padding = None if positions is None else (self._slot - 1 - positions[:, -1]).to(torch.int32)
-        if self._padding is not None and int(self._padding.min()) < 0:
-            raise NotNative("positions lie behind the tokens of the cache")
+        self._padding = None if positions is None else padding_of(positions, self._slot)
+        if self._padding is not None and self._windows:  # these layers hold padding
+            check_padding(self._padding, mask, self._slot)
         self._step: GraphStep | None = None
         self._taken = 0  # steps so far, by graphs
         self._since = dict.fromkeys(self._stored, 0)  # the steps before a layer was copied
@@ -126,7 +125,7 @@ class StoredSteps:
             step = self._graphs.step(self._batch, self._slot + sizes.SPARE, Room.of(list(layers.values())))
         if self._step is None:
             for number in self._windows:
-                copy_in(self._cache.layers[number], self._room(step, number), self._slot)
+                copy_in(self._cache.layers[number], self._room(step, number), self._slot, self._padding)
         self._step = step
         step.body.seen(self._slot, self._padding)
         for number, layer in layers.items():
@@ -150,7 +149,7 @@ class StoredSteps:
                 self._return(number)
                 self._until[number] = self._taken
             for number in self._windows:
-                copy_out(self._cache.layers[number], self._room(self._step, number), self._slot)
+                copy_out(self._cache.layers[number], self._room(self._step, number), self._slot, self._padding)
         except BaseException:  # an interruption, too
             self._cache.refuse_further()
             raise

@@ -261,9 +261,7 @@ def _steps(
     """
     if mask is None and (positions is None or bool((positions[:, -1] == cache.get_seq_length() - 1).all())):
         return model.acceleration.steps(cache, batch, *several)
-    if positions is not None and getattr(cache, "knows_padding", False):
-        return model.acceleration.padded_steps(cache, mask, positions)
-    return None
+    return None if positions is None else model.acceleration.padded_steps(cache, mask, positions)
 
 
 class _Text:
