@@ -31,8 +31,9 @@ from compress.recipe import parse_recipe
 from kernels import trellis_matmul
 from kernels.compiler import compiler
 from kernels.step.gpu import between
-from kernels.step.gpu.graphs import Graphs
+from kernels.step.gpu.graphs import Graphs, GraphSteps
 from kernels.step.gpu.stored_steps import StoredSteps
+from kernels.step.writing.generate import Calls
 from tests import pretended
 from tests.architectures import tiny_model
 from tests.pretended import GPU
@@ -58,7 +59,7 @@ GRAPHS = {  # recipes whose steps can be captured, also where a group becomes co
     "streaming": ("llama", "streaming(budget=12)"), "kvzip": ("llama", "kvzip(budget=0.5), kv_int(bits=8, group_size=32)"),
     "heads apart": ("llama", "snapkv(budget=12, observed=4, allocation=ada), kv_int(bits=8, group_size=32, residual=4)"),
     "rotated": ("llama", "kv_int(bits=4, group_size=32, residual=4, rotate_keys=True, rotate_values=True)"),
-    "windows": ("gemma3_text", "kv_int(bits=4, group_size=32, residual=4)"),
+    "windows": ("gemma3_text", "kv_int(bits=4, group_size=32, residual=4)"), "padding": ("gemma3_text", ""),
 }  # fmt: skip
 MIXTURES = {"expert_drop"}  # they need a model with experts, which transformers multiplies by a kernel of real GPUs
 WHOLE = {"distil"}  # they run the whole model where it lies
@@ -152,23 +153,31 @@ def evicting(name: str) -> None:
 
 @torch.no_grad()
 def graph(name: str) -> None:
-    """Steps behind a compressed cache, as a graph on a real GPU, are the model's own, and do not wait for the device."""
+    """Steps behind a compressed cache, or behind padding in a plain one, as a graph on a real GPU, are the model's own,
+    and do not wait for the device."""
     architecture, recipe = GRAPHS[name]
     model, ids = tiny_model(architecture).to(torch.bfloat16).to(GPU), torch.randint(96, (2, 24), device=GPU)
-    apply(parse_recipe(recipe), model, texts())
-    cache = model(ids, use_cache=True).past_key_values
-    own, graphs = copy.deepcopy(cache), Graphs(model, capture=not isinstance(ids, pretended.OnGPU))
-    steps = StoredSteps(graphs, cache, len(ids))
+    padded: tuple[Tensor | None, Tensor | None] = None, None
+    if recipe:
+        apply(parse_recipe(recipe), model, texts())
+    else:
+        seen = torch.arange(24, device=GPU) - torch.tensor([[0], [20]], device=GPU)
+        padded = (seen >= 0).long(), seen.clamp(min=0)
+    cache = model(ids, attention_mask=padded[0], position_ids=padded[1], use_cache=True).past_key_values
+    own = copy.deepcopy(cache)
+    calls = Calls(model, own, *padded)
+    graphs = Graphs(model, capture=not isinstance(ids, pretended.OnGPU))
+    steps = (StoredSteps if recipe else GraphSteps)(graphs, cache, len(ids), *padded)
     for i in range(40):
         token = (ids[:, :1] + i) % 96
         with pretended.watched() as waits:
             largest = steps(token)
         assert largest is not None and not waits, f"the host waits in step {i}: {sorted(set(waits))}"
-        wanted = model(token, past_key_values=own, use_cache=True).logits[:, -1].float()
-        difference = float((steps.logits - wanted).norm() / wanted.norm())
+        calls(token)
+        difference = float((steps.logits - calls.logits).norm() / calls.logits.norm())
         assert difference < 0.1, f"the logits of step {i} differ by {difference:.2g}"
     steps.finish()
-    for one, two in zip(cache.own, own.own, strict=True):
+    for one, two in zip(cache.own, own.own, strict=True) if recipe else ():
         assert [(s.coded, s.length) for s in one.slabs] == [(s.coded, s.length) for s in two.slabs]
 
 
