@@ -4,8 +4,9 @@
 - `large_batch`: wgmma, with W from registers; columns are split between programs if there are too few programs;
 - `overlapped`: the same for 4 bits on Hopper GPUs, with dequantisation during the previous product (hopper.py); for 33
   to 64 tokens, and where it was measured to be faster;
-- `dequantise`: for many tokens, float32 activations, and weights that the other kernels cannot read. W is dequantised
-  slab by slab and multiplied by cuBLAS.
+- `dequantise`: for float32 activations, and weights that the other kernels cannot read. W is dequantised slab by slab
+  and multiplied by cuBLAS;
+- `dequantise_whole`: for many tokens. The same, with slabs that hold most weights as a whole.
 
 The kernels read the canonical layout (`rows`) directly. `kernels/int_matmul/README.md` explains how, and the cost.
 """
@@ -30,7 +31,11 @@ from kernels.tuning import Compilation, configuration  # noqa: E402
 OVERLAPPED = 33, 64  # tokens for which the kernel for Hopper was measured: 14336 x 4096, H200, reports/published/gpu.md
 CROSSOVER = 512  # number of tokens from which the heuristic dequantises and calls cuBLAS
 CROSSOVER_OF_TABLES = 128  # the same for tables, whose look-ups in registers cost `large_batch` more
-SLAB = 32 << 20  # bytes dequantised at a time: cuBLAS finds them in the L2 cache (60 MB on an H200)
+# Bytes dequantised at a time. cuBLAS finds 32 MB in the L2 cache (60 MB on an H200). From `CROSSOVER` tokens on slabs
+# are larger, as each takes two launches from Python, and the product of so few rows does not fill the GPU. This is
+# unmeasured. With 32 MB, an H200 read prompts of 2,048 tokens at 0.65 times the speed of 16 bits
+# (reports/published/gpu.md); `kernels.harness.model --ways prompt` times both.
+SLABS = {"dequantise": 32 << 20, "dequantise_whole": 256 << 20}
 TABLE_MAGIC = 0x32103210  # the identity selector of PRMT, in both halves of a word: see `look_up`
 TABLE_OF_PAIRS = 32 << 10  # bytes of shared memory
 PLAIN_SHARED = 48 << 10  # bytes of shared memory that a block gets without being asked for
@@ -77,6 +82,8 @@ def heuristic(w: PackedWeight, tokens: int, dtype: torch.dtype = torch.bfloat16)
     """The configuration for activations of `dtype` in cases without measurements; its "kind" names the kernel."""
     out, cut, processors = w.shape[0], blocks(w), multiprocessors(w.codes.device)
     crossover = CROSSOVER if w.table is None else CROSSOVER_OF_TABLES
+    if tokens >= CROSSOVER:
+        return DEQUANTISE_WHOLE
     if cut is None or tokens >= crossover or (cut.word_scales and tokens > 16):
         return DEQUANTISE
     if tokens <= 16:
@@ -120,7 +127,7 @@ def candidates(w: PackedWeight, tokens: int, dtype: torch.dtype = torch.bfloat16
     ]
     others = small + large[:1] if tokens <= 16 else large
     if tokens > 128:
-        others = [*large[:1], *large[2:3], *large[4:], DEQUANTISE]
+        others = [DEQUANTISE_WHOLE, DEQUANTISE, *large[:1], *large[2:3], *large[4:]]
     if cut.word_scales:
         others = [c for c in others if c["kind"] != "large_batch"]
     others = [_with_pairs(c, w) for c in others]
@@ -165,7 +172,7 @@ def _large(block_n: int, block_m: int, warps: int, stages: int, splits: int) -> 
     return {**_small(block_n, block_m, warps, stages), "kind": "large_batch", "splits": splits}
 
 
-DEQUANTISE = {**_small(0, 0, 0, 0), "kind": "dequantise"}
+DEQUANTISE, DEQUANTISE_WHOLE = ({**_small(0, 0, 0, 0), "kind": kind} for kind in SLABS)
 
 
 def chosen(w: PackedWeight, tokens: int, dtype: torch.dtype, op: str, key: str) -> dict:
@@ -191,8 +198,8 @@ def matmul(x: Tensor, w: PackedWeight, op: str, key: str) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     table, scale, zero = (None if t is None else t.contiguous() for t in (w.table, w.scale, w.zero))
     w = w._replace(codes=aligned(w.codes), table=table, scale=scale, zero=zero)
-    if plan["kind"] == "dequantise":
-        return slab_by_slab(x, w)
+    if plan["kind"] in SLABS:
+        return slab_by_slab(x, w, SLABS[plan["kind"]])
     if plan["kind"] == "overlapped":
         return summed(*hopper.matmul(x, w, plan), x)
     return (_small_batch if plan["kind"] == "small_batch" else _large_batch)(x, w, plan)
@@ -312,11 +319,11 @@ def _constants(w: PackedWeight, plan: dict, unit: int, even: bool, experts: int 
     return constants
 
 
-def slab_by_slab(x: Tensor, w: PackedWeight) -> Tensor:
-    """y [tokens, out] = x Wᵀ by cuBLAS, without TF32; rows of W are dequantised one slab at a time."""
+def slab_by_slab(x: Tensor, w: PackedWeight, size: int) -> Tensor:
+    """y [tokens, out] = x Wᵀ by cuBLAS, without TF32; rows of W are dequantised one slab of `size` bytes at a time."""
     out, columns = w.shape
     y = x.new_empty(x.shape[0], out)
-    slabs = triton.cdiv(out * columns * x.itemsize, SLAB)
+    slabs = triton.cdiv(out * columns * x.itemsize, size)
     rows = triton.cdiv(triton.cdiv(out, slabs), 64) * 64
     slab = x.new_empty(min(rows, out), columns)
     for first in range(0, out, rows):

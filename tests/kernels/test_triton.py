@@ -25,6 +25,7 @@ from kernels.harness.hazards import mixed_rows, rewritten_in_flight
 from kernels.harness.verify import OpVerdict, verify
 from kernels.interpreter import PATCHES, installed, interpreting
 from kernels.support.declarations import OPS, OWN
+from kernels.tuning import trying
 from kernels.w4a8_matmul.codes import even_first
 from kernels.w4a8_matmul.reference import rounded
 from kernels.w8a8_matmul.layout import int_mm_is_exact
@@ -125,6 +126,35 @@ def test_the_rival_in_int8_is_one_product_between_two_kernels():
         contest.contestants[rival](0)
     memory = {"empty", "new_empty", "set_", "copy_", "alias", "t", "slice", "unsqueeze"}  # also the interpreter's own
     assert ran.names - memory == {"_int_mm"}
+
+
+@inside
+def test_prompts_dequantise_whole_weights_where_they_are_not_too_large(monkeypatch):
+    """And fewer tokens, if they must, a part that stays in the cache; the products are the same."""
+    from kernels.int_matmul import int_matmul, pack
+    from kernels.int_matmul.triton import candidates, key
+    from kernels.packed_matmul import launch
+
+    monkeypatch.setattr(launch, "SLABS", {"dequantise": 1 << 14, "dequantise_whole": 1 << 16})
+    launches, right = [], launch.dequantise_rows
+    monkeypatch.setattr(launch, "dequantise_rows", lambda w, first, out: (launches.append(first), right(w, first, out)))
+    codes, scale = torch.randint(16, (200, 256)), torch.rand(200, 2).to(torch.float16)
+    w, x = pack(codes, scale, None, bits=4, group_size=128), torch.randn(512, 256).to(torch.float16)
+    exact = x.double() @ ((codes - 8) * scale.double().repeat_interleave(128, 1)).t()
+
+    def product(plan: dict | None) -> list[int]:
+        launches.clear()
+        with trying("int_matmul", key(w, len(x)), plan):
+            assert float((int_matmul(x, w, impl="triton") - exact).norm() / exact.norm()) < 1e-3
+        return launches.copy()
+
+    assert product(None) == [0, 128] and product(launch.DEQUANTISE) == [0, 64, 128, 192]
+    assert launch.DEQUANTISE in candidates(w, 512) and candidates(w, 512)[0] == launch.DEQUANTISE_WHOLE
+    assert launch.DEQUANTISE_WHOLE not in candidates(w, 511)[:1]
+    wide = pack(codes, scale, None, bits=5, group_size=128)
+    assert [candidates(wide, tokens)[0]["kind"] for tokens in (1, 511, 512)] == ["dequantise"] * 2 + [
+        "dequantise_whole"
+    ]
 
 
 @needs_triton
