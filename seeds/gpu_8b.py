@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from compress import apply
 from eval.machine.load import LoadMeter
 from eval.speed.speed import GraphDecoder, contestants, in_turns, make, make_ready, measure_speed, serve
-from kernels.harness.model import SHAPES
+from kernels.harness.model_weights import SHAPES
 from kernels.harness.roofline import environment
 
 

@@ -1,184 +1,57 @@
 """Whole transformers models with random weights on a GPU: tokens per second of decoding, weights as stored and as is.
 
 `python -m kernels.harness.model` makes a model of the shape of Llama-3.1-8B on the device, and the same one with its
-weights rounded to int4, int8, fp8 and others, and times their steps of decoding in turns, within each batch size: as a
+weights rounded to int4, int8, fp8 or others, and times their steps of decoding in turns, within each batch size: as a
 CUDA graph of fused operations (which `accelerate` gives), as a graph of the model's own code, and op by op. Every fused
 step is first compared with the model's own code on the same cache of random numbers. It prints a table and writes one
 JSON line for each figure:
 
     kind        of the stored weights: "bfloat16" (nothing is rounded), "int4" (groups of 128), "int8", "fp8", "w4a8"
     way         "fused graph", "own graph", "own code", "compiled" (torch.compile, mode reduce-overhead), "generate"
-                (`accelerate`d, 512 tokens read, 128 written), "generate, transformers", "prompt"
+                (`accelerate`d, 512 tokens read, 128 written), "generate, transformers", "prompt", "prompt in slabs"
+                (int4 weights are dequantised in parts that stay in the cache of the GPU, and not as a whole)
     cache       how positions are stored: "16" (bits), or, for the way "fused graph", "int8", "int4" or "fp8": groups of
-                64 in codes, and the last 32 or more in 16 bits, as `kv_int` and `kv_fp8` store them
-    batch, context   sequences, and positions in the cache before the first step that is timed
+                64 in codes, and the last 32 or more in 16 bits, as `kv_int` and `kv_fp8` store them. "int4:0.25" holds
+                this share of the positions alone, as after an eviction
+    batch, context   sequences, and tokens before the first step that is timed
     seconds, low, high   of a step: median and quartiles over the rounds; of a prompt: of all its tokens
     tokens_per_s     of all sequences together
     least_bytes      of stored weights and cache that a step reads
     roofline         the time of these bytes at the bandwidth of a copy, as a share of the step's
     difference       relative difference of the step's logits from the model's own code; null: not compared
     how              what the step is made of, or why it is not fused
+    turns            what was timed in turns with it, itself included. At most two models are held at a time, so that
+                     80 GB suffice for 64 sequences: the first kind, and each other one beside it, in turn
     error            in place of the figures, if something failed
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import transformers
-from torch import Tensor, nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
-from kernels.harness.model_cache import FORMS, cache_bytes, fill_random, held_positions
+from kernels.harness.model_cache import FORMS, TimedCache, fill_random, held_positions, place, read_bytes
+from kernels.harness.model_weights import KINDS, SHAPES, in_slabs, made
 from kernels.harness.roofline import environment, measure
-from kernels.int_matmul import Packed, int_matmul, pack
-from kernels.step.cache_view import StoredForm
-from kernels.step.gpu import sizes
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.gpu.body import OwnBody
 from kernels.step.gpu.graphs import Graphs, GraphStep
-from kernels.step.gpu.stored import Room
 from kernels.support.errors import kind_and_first_line
-from kernels.w4a8_matmul import w4a8_matmul
-from kernels.w8a8_matmul import W8, quantize_weight, w8a8_matmul
 
-GROUP = 128
-KINDS = ("bfloat16", "int4", "int8", "fp8", "w4a8")
 WAYS = ("fused", "own", "eager", "compiled", "prompt", "generate")
 READ, WRITTEN = 512, 128  # tokens of `generate`
 STEPS, ROUNDS = 16, 5
-SHAPES: dict[str, tuple[type[PreTrainedModel], Any]] = {
-    "llama-8b": (
-        LlamaForCausalLM,
-        lambda: LlamaConfig(
-            num_hidden_layers=32, hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
-            num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0,
-        ),
-    ),
-    "llama-1b": (  # Llama-3.2-1B
-        LlamaForCausalLM,
-        lambda: LlamaConfig(
-            num_hidden_layers=16, hidden_size=2048, intermediate_size=8192, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=64, vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0,
-            tie_word_embeddings=True,
-        ),
-    ),
-    "qwen3-8b": (
-        Qwen3ForCausalLM,
-        lambda: Qwen3Config(
-            num_hidden_layers=36, hidden_size=4096, intermediate_size=12288, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960,
-        ),
-    ),
-    "qwen2.5-72b": (
-        Qwen2ForCausalLM,
-        lambda: Qwen2Config(
-            num_hidden_layers=80, hidden_size=8192, intermediate_size=29568, num_attention_heads=64,
-            num_key_value_heads=8, vocab_size=152064, max_position_embeddings=131072, rope_theta=1000000.0,
-        ),
-    ),
-    "llama-405b": (
-        LlamaForCausalLM,
-        lambda: LlamaConfig(
-            num_hidden_layers=126, hidden_size=16384, intermediate_size=53248, num_attention_heads=128,
-            num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0,
-        ),
-    ),
-    "deepseek-v3": (DeepseekV3ForCausalLM, DeepseekV3Config),  # whose defaults are those of the model of 671B
-    "toy": (
-        LlamaForCausalLM,
-        lambda: LlamaConfig(
-            num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=512, max_position_embeddings=2048,
-        ),
-    ),
-}  # fmt: skip
-
-
-class RoundedLinear(nn.Module):
-    """A linear with its weight rounded to nearest, in a format of the kernels; the parts of its interface that
-    `kernels.step.gpu` reads are those of `compress.linear.CompressedLinear`."""
-
-    bias = transform = None
-
-    def __init__(self, linear: nn.Linear, kind: str) -> None:
-        super().__init__()
-        W = linear.weight.detach()
-        self.kind, self.out_features, self.in_features = kind, *W.shape
-        self.packed: Packed | None = None
-        self.w8: W8 | None = None
-        if kind in ("int4", "w4a8"):
-            groups = W.float().unflatten(1, (-1, GROUP))
-            scale = (groups.abs().amax(-1).clamp_min(1e-8) / 7).to(torch.bfloat16)
-            codes = (groups / scale.float()[..., None]).round_().clamp_(-8, 7).add_(8).flatten(1).to(torch.uint8)
-            self.packed = pack(codes, scale, None, bits=4, group_size=GROUP)
-        else:
-            self.w8 = quantize_weight(W, torch.int8 if kind == "int8" else torch.float8_e4m3fn)
-
-    @property
-    def parts(self) -> tuple["RoundedLinear", ...]:
-        """The parts whose sum is the weight; none where x is rounded beforehand, so that weights are not joined."""
-        return () if self.kind == "w4a8" else (self,)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the stored weight."""
-        stored = self.packed if self.w8 is None else self.w8
-        return sum(t.numel() * t.element_size() for t in stored if isinstance(t, Tensor))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.w8 is not None:
-            return w8a8_matmul(x, self.w8)
-        return w4a8_matmul(x, self.packed) if self.kind == "w4a8" else int_matmul(x, self.packed)
-
-
-@torch.no_grad()
-def made(shape: str, kind: str, device: torch.device, seed: int = 0) -> PreTrainedModel:
-    """A model with random weights; all but the embedding and the head stored as `kind` says."""
-    torch.manual_seed(seed)
-    cls, config = SHAPES[shape]
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = cls(config()).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    model.generation_config.eos_token_id = None
-    if kind != "bfloat16":
-        for layer in model.model.layers:
-            for parent in (layer.self_attn, layer.mlp):
-                for name, linear in list(parent.named_children()):
-                    if isinstance(linear, nn.Linear):
-                        setattr(parent, name, RoundedLinear(linear, kind))
-                        linear.weight = None
-    return model
-
-
-def read_bytes(model: PreTrainedModel, batch: int, context: int, form: StoredForm) -> int:
-    """Bytes of weights, without the embedding's, and of stored keys and values that a step reads."""
-    weights = sum(m.nbytes for m in model.modules() if isinstance(m, RoundedLinear))
-    weights += sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear))
-    config = model.config
-    channels = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = batch * config.num_hidden_layers * config.num_key_value_heads
-    return weights + heads * cache_bytes(form, context, channels)
 
 
 class ModelTiming:
@@ -187,9 +60,9 @@ class ModelTiming:
     def __init__(self, device: torch.device, steps: int, rounds: int) -> None:
         self.device, self.steps, self.rounds = device, steps, rounds
 
-    def seconds(self, contestants: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
+    def seconds(self, contestants: dict[Any, Callable[[], Any]]) -> dict[Any, list[float]]:
         """name -> seconds of one call, over the rounds. Each call makes `steps` steps."""
-        took: dict[str, list[float]] = {name: [] for name in contestants}
+        took: dict[Any, list[float]] = {name: [] for name in contestants}
         for number in range(self.rounds + 1):
             for name, call in contestants.items():
                 self._wait()
@@ -212,7 +85,8 @@ class ModelRun:
         self.options, self.out, self.device = options, out, torch.device(options.device)
         self.timing = ModelTiming(self.device, STEPS, 2 if options.toy else ROUNDS)
         self.lines: list[dict[str, Any]] = []
-        self.models: dict[str, PreTrainedModel] = {}
+        self.models: dict[str, PreTrainedModel] = {}  # at most two at a time
+        self.new: list[str] = []  # kinds of those that were not timed before
         self.graphs: dict[tuple[str, bool], Graphs] = {}
         self.until = time.monotonic() + options.budget
 
@@ -226,25 +100,44 @@ class ModelRun:
 
     @torch.no_grad()
     def run(self) -> None:
-        """All measurements, by value: steps of batch 1 of all kinds first."""
+        """All measurements: the first kind beside each other one in turn, which is freed before the next."""
         options = self.options
         self.bandwidth = measure(self.device, toy=options.toy).bandwidth if options.roofline else None
         about = {"transformers": transformers.__version__, "steps": STEPS, "rounds": self.timing.rounds}
         self.write(environment=environment(self.device), bandwidth=self.bandwidth, **about)
-        for kind in options.kinds:
+        first, *others = options.kinds
+        for kinds in [(first, other) for other in others] or [(first,)]:
+            if time.monotonic() < self.until:
+                self._hold(kinds)
+            for context in options.context:
+                for batch in options.batch:
+                    self._guarded(self._steps, batch=batch, context=context)
+            if "prompt" in options.ways:
+                self._guarded(self._prompts, batch=1, context=options.prompt)
+            if "generate" in options.ways:
+                self._guarded(self._generate, batch=1, context=READ)
+
+    def _hold(self, kinds: tuple[str, ...]) -> None:
+        """Hold the models of these kinds and no others: two of 8B parameters, with their joined weights and caches of
+        64 sequences, take 64 to 75 GB (computed, not measured), and four of them more than the 80 GB of an H100."""
+        self.models = {kind: model for kind, model in self.models.items() if kind in kinds}
+        self.graphs = {key: graphs for key, graphs in self.graphs.items() if key[0] in kinds}
+        self.new = [kind for kind in kinds if kind not in self.models]
+        if "compiled" in self.options.ways:
+            torch.compiler.reset()  # which holds them, too
+        gc.collect()
+        self._free()
+        for kind in self.new:
             began = time.monotonic()
-            self.models[kind] = made(options.shape, kind, self.device)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
+            self.models[kind] = made(self.options.shape, kind, self.device)
+            self._free()
             print(f"{kind}: made in {time.monotonic() - began:.1f} s, {self._memory()}", flush=True)
-        for context in options.context:
-            for batch in options.batch:
-                self._guarded(self._steps, batch=batch, context=context)
-        if "prompt" in options.ways:
-            self._guarded(self._prompts, batch=1, context=options.prompt)
-        if "generate" in options.ways:
-            self._guarded(self._generate, batch=1, context=READ)
+
+    def _free(self) -> None:
+        """Give the device back what torch keeps of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
 
     def _guarded(self, measurement: Callable[..., None], **where: int) -> None:
         if time.monotonic() > self.until:
@@ -254,8 +147,7 @@ class ModelRun:
             measurement(**where)
         except Exception as error:
             self.write(way=measurement.__name__.strip("_"), **where, error=kind_and_first_line(error))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._free()
 
     def _graphs(self, kind: str, fused: bool) -> Graphs:
         key = kind, fused
@@ -264,67 +156,58 @@ class ModelRun:
         return self.graphs[key]
 
     def _steps(self, batch: int, context: int) -> None:
-        """Steps behind `context` positions of random keys and values."""
-        places, contestants, about = context + STEPS + 1, {}, {}
+        """Steps behind `context` tokens, of which the cache holds random keys and values."""
+        contestants, about = {}, {}
         for kind, way, cache in self._contestants():
             try:
                 name = {"fused": "fused graph", "own": "own graph", "eager": "own code"}.get(way, way)
-                step, difference = self._step(kind, way, cache, batch, places, context)
-                contestants[f"{kind}|{name}|{cache}"] = self._several(step, context)
-                about[f"{kind}|{name}|{cache}"] = difference, self._how(kind, way)
+                behind = TimedCache.named(cache)
+                step, difference = self._step(kind, way, behind, batch, context)
+                contestants[kind, name, cache] = partial(_several, step, context, behind.kept(context))
+                about[kind, name, cache] = difference, self._how(kind, way)
             except Exception as error:
                 where = {"kind": kind, "way": way, "cache": cache, "batch": batch, "context": context}
                 self.write(**where, error=kind_and_first_line(error))
         for key, times in self.timing.seconds(contestants).items():
-            kind, name, cache = key.split("|")
-            least = read_bytes(self.models[kind], batch, context, FORMS[cache])
-            self._line(kind, name, batch, context, [t / STEPS for t in times], batch, least,
-                       cache=cache, difference=about[key][0], how=about[key][1])  # fmt: skip
+            (kind, name, cache), (difference, how) = key, about[key]
+            least = read_bytes(self.models[kind], batch, context, TimedCache.named(cache))
+            self._line(kind, name, batch, context, [t / STEPS for t in times], batch, least, contestants,
+                       cache=cache, difference=difference, how=how)  # fmt: skip
         for graphs in self.graphs.values():
             graphs.clear()
 
     def _contestants(self) -> Iterator[tuple[str, str, str]]:
         """Kind of weights, way, and cache."""
-        for kind in self.options.kinds:
+        for kind in self.models:
             if "fused" in self.options.ways:
                 yield from ((kind, "fused", cache) for cache in self.options.cache)
-            if kind in self.options.others:
+            if kind in self.options.others and kind in self.new:
                 yield from ((kind, way, "16") for way in ("own", "eager", "compiled") if way in self.options.ways)
 
-    def _step(self, kind: str, way: str, cache: str, batch: int, places: int, context: int) -> tuple[Any, float | None]:
+    def _step(self, kind: str, way: str, cache: TimedCache, batch: int, context: int) -> tuple[Any, float | None]:
         """A step, and the relative difference of its logits from the model's own code."""
+        places = context + STEPS + 1
         if way in ("fused", "own"):
-            form, room = FORMS[cache], None
-            if form.bits < 16:
-                room = Room(form, sizes.closer_places(places), form.tail + STEPS)
-            step = self._graphs(kind, way == "fused").step(batch, places, room)
+            step = self._graphs(kind, way == "fused").step(batch, places, cache.room(context, STEPS))
             fill_random(step.body)
-            return step, self._difference(step, kind, context)
+            return step, self._difference(step, kind, context, cache.kept(context))
         body = OwnBody(self.models[kind], batch, places)
         fill_random(body)
         if way == "compiled":
             body.model = torch.compile(body.model, mode="reduce-overhead", dynamic=False)
         return GraphStep(body, capture=False), None
 
-    def _difference(self, step: GraphStep, kind: str, context: int) -> float:
-        own = OwnBody(self.models[kind], step.body.batch, step.body.positions)
-        step.at(context), own.at(context)
+    def _difference(self, step: GraphStep, kind: str, context: int, kept: int) -> float:
+        own = OwnBody(self.models[kind], step.body.batch, kept + STEPS)
+        place(step.body, context, kept), place(own, context, kept)
         for number, there in enumerate(own.rooms()):
-            for a, b in zip(there, held_positions(step.body, number, context), strict=True):
-                a[:, :, :context] = b
+            for a, b in zip(there, held_positions(step.body, number, kept), strict=True):
+                a[:, :, :kept] = b
         tokens = torch.randint(0, own.model.config.vocab_size, (own.batch, 1), device=self.device)
         step.tokens.copy_(tokens)
         step()
         found, wanted = step.logits.float(), own(tokens).float()
         return float((found - wanted).norm() / wanted.norm())
-
-    def _several(self, step: GraphStep, context: int) -> Callable[[], None]:
-        def call() -> None:
-            step.at(context)
-            for _ in range(STEPS):
-                step()
-
-        return call
 
     def _how(self, kind: str, way: str) -> str:
         if way not in ("fused", "own"):
@@ -336,37 +219,54 @@ class ModelRun:
         contestants = {}
         for kind, model in self.models.items():
             ids = torch.randint(0, model.config.vocab_size, (batch, context), device=self.device)
-            contestants[kind] = lambda model=model, ids=ids: model(ids, use_cache=True, logits_to_keep=1)
-        for kind, times in self.timing.seconds(contestants).items():
-            self._line(kind, "prompt", batch, context, times, batch * context, None)
+            contestants[kind, "prompt"] = read = partial(model, ids, use_cache=True, logits_to_keep=1)
+            if kind == "int4" and self.device.type == "cuda":  # elsewhere the reference reads both
+                contestants[kind, "prompt in slabs"] = partial(_in_slabs, read, model, batch * context)
+        for (kind, way), times in self.timing.seconds(contestants).items():
+            self._line(kind, way, batch, context, times, batch * context, None, contestants)
 
     def _generate(self, batch: int, context: int) -> None:
         """What `generate` writes per second, the prompt not counted: the time of many tokens less that of one."""
-        contestants = {}
-        for kind, model in self.models.items():
+        for kind in self.new:
             if kind == self.options.kinds[0]:
-                contestants[kind, "generate, transformers"] = _writes(model, batch, context)
-            contestants[kind, "generate"] = _writes(model, batch, context)
-        written = WRITTEN if not self.options.toy else 8
-        for (kind, way), write in contestants.items():
-            if way == "generate":  # as `accelerate` does it on a GPU
-                GraphAcceleration(self.models[kind]).take_over()
-            calls = {"many": lambda w=write: w(written + 1), "one": lambda w=write: w(1)}
-            took = ModelTiming(self.device, 1, min(3, self.timing.rounds)).seconds(calls)
-            times = [(many - one) / written for many, one in zip(took["many"], took["one"], strict=True)]
-            self._line(kind, way, batch, context, times, batch, None)
+                self._writing(kind, "generate, transformers", batch, context)
+            acceleration = GraphAcceleration(self.models[kind])  # as `accelerate` does it on a GPU
+            acceleration.take_over()
+            try:
+                self._writing(kind, "generate", batch, context)
+            finally:
+                acceleration.remove()
+
+    def _writing(self, kind: str, way: str, batch: int, context: int) -> None:
+        write, written = _writes(self.models[kind], batch, context), WRITTEN if not self.options.toy else 8
+        calls = {"many": lambda: write(written + 1), "one": lambda: write(1)}
+        took = ModelTiming(self.device, 1, min(3, self.timing.rounds)).seconds(calls)
+        times = [(many - one) / written for many, one in zip(took["many"], took["one"], strict=True)]
+        self._line(kind, way, batch, context, times, batch, None, [(kind, way)])
 
     def _line(self, kind: str, way: str, batch: int, context: int, times: list[float], tokens: int,
-              least: int | None, **more: Any) -> None:  # fmt: skip
+              least: int | None, turns: Iterable[tuple[str, ...]], **more: Any) -> None:  # fmt: skip
         low, median, high = statistics.quantiles(times, n=4, method="inclusive")
         roofline = None if least is None or self.bandwidth is None else least / self.bandwidth / median
         self.write(kind=kind, way=way, batch=batch, context=context, seconds=median, low=low, high=high,
-                   tokens_per_s=tokens / median, least_bytes=least, roofline=roofline, **more)  # fmt: skip
+                   tokens_per_s=tokens / median, least_bytes=least, roofline=roofline,
+                   turns=[", ".join(one) for one in turns], **more)  # fmt: skip
 
     def _memory(self) -> str:
         if self.device.type != "cuda":
             return "on a CPU"
         return f"{torch.cuda.memory_allocated() / 1e9:.1f} GB in use"
+
+
+def _several(step: GraphStep, context: int, kept: int) -> None:
+    place(step.body, context, kept)
+    for _ in range(STEPS):
+        step()
+
+
+def _in_slabs(read: Callable[[], Any], model: PreTrainedModel, tokens: int) -> None:
+    with in_slabs(model, tokens):
+        read()
 
 
 def _writes(model: PreTrainedModel, batch: int, context: int) -> Callable[[int], None]:
@@ -384,7 +284,7 @@ def _sentence(line: dict[str, Any]) -> str:
         return f"{gpu['name'] if gpu else line['environment']['cpu']}, transformers {line['transformers']}"
     stored = "" if line.get("cache") in (None, "16") else f", {line['cache']} cache"
     way = line.get("way", "") + stored
-    head = f"{line.get('kind', ''):<9} {way:<23} batch {line['batch']:<3} context {line['context']:<6}"
+    head = f"{line.get('kind', ''):<9} {way:<28} batch {line['batch']:<3} context {line['context']:<6}"
     if "error" in line:
         return f"{head} {line['error']}"
     roofline = f"{line['roofline']:.0%} of a copy's rate" if line["roofline"] else ""
@@ -397,6 +297,16 @@ def _named(text: str, allowed: tuple[str, ...], flag: str, parser: argparse.Argu
     names = tuple(name for name in text.split(",") if name)
     if odd := [name for name in names if name not in allowed] or (not names and ["nothing"]):
         parser.error(f"`--{flag}` (={', '.join(odd)}) must be among {', '.join(allowed)}")
+    return names
+
+
+def _caches(text: str, parser: argparse.ArgumentParser) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        try:
+            TimedCache.named(name)
+        except ValueError as error:
+            parser.error(str(error))
     return names
 
 
@@ -417,10 +327,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="llama-8b")
-    parser.add_argument("--kinds", default="bfloat16,int4", help=f"of stored weights: {', '.join(KINDS)}")
-    parser.add_argument("--ways", default="fused,own,generate", help=f"{', '.join(WAYS)}")
+    of_kinds = f"of stored weights: {', '.join(KINDS)}; each is timed beside the first"
+    parser.add_argument("--kinds", default="bfloat16,int4", help=of_kinds)
+    parser.add_argument("--ways", default="fused,own,prompt,generate", help=f"{', '.join(WAYS)}")
     parser.add_argument("--others", default="bfloat16", help="kinds that are also timed in other ways than fused")
-    parser.add_argument("--cache", default="16", help=f"of the way `fused`: {', '.join(FORMS)}")
+    of_caches = f"of the way `fused`: {', '.join(FORMS)}; int4:0.25 holds this share of the positions"
+    parser.add_argument("--cache", default="16", help=of_caches)
     parser.add_argument("--batch", default="1,16,64", help="numbers of sequences")
     parser.add_argument("--context", default="960", help="positions in the cache")
     parser.add_argument("--prompt", default="2048", help="tokens of the prompt that is timed")
@@ -438,7 +350,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options.kinds = _named(options.kinds, KINDS, "kinds", parser)
     options.ways = _named(options.ways, WAYS, "ways", parser)
     options.others = _named(options.others, KINDS, "others", parser)
-    options.cache = _named(options.cache, tuple(FORMS), "cache", parser)
+    options.cache = _caches(options.cache, parser)
     options.batch = _numbers(options.batch, "batch", parser)
     contexts, (prompt, *_) = (_numbers(getattr(options, name), name, parser) for name in ("context", "prompt"))
     options.context, options.prompt = ((160,), 64) if options.toy else (contexts, prompt)

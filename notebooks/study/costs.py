@@ -29,7 +29,7 @@ from compress.walk.window import Window, plan_window
 from eval.record.serving import Combination
 from eval.speed.cost import combine
 from eval.speed.work import CacheLayer, StoredLinear, StoredTable, Work, stored_bytes, work
-from kernels.harness.model import SHAPES
+from kernels.harness.model_weights import SHAPES
 from kernels.support.deploy import deployed
 from kernels.support.errors import kind_and_first_line
 
@@ -56,7 +56,7 @@ def outline(name: str) -> nn.Module:
     """A model on the meta device, with shapes and without weights.
 
     Args:
-        name: as for `load_model`; or a key of `kernels.harness.model.SHAPES`, unless a folder has this name.
+        name: as for `load_model`; or a key of `kernels.harness.model_weights.SHAPES`, unless a folder has this name.
 
     Raises:
         ValueError: there is no such model.

@@ -2,6 +2,7 @@
 
 import json
 import re
+import weakref
 from collections import Counter
 
 import pytest
@@ -10,8 +11,9 @@ from transformers import StoppingCriteria
 
 from compress.kv import attach
 from compress.recipe import parse_recipe
-from kernels.harness.model import made, main, read_bytes
-from kernels.harness.model_cache import FORMS
+from kernels.harness.model import main
+from kernels.harness.model_cache import FORMS, TimedCache, read_bytes
+from kernels.harness.model_weights import made
 from kernels.step.gpu import stored_steps
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.gpu.graphs import Graphs, GraphStep
@@ -221,17 +223,54 @@ def test_sizes_grow_by_shares_of_a_power_of_two():
 
 
 def test_timed_steps_read_what_is_stored(tmp_path):
-    """In each form, the logits are the model's own for the same keys and values; fewer bits take fewer bytes."""
-    out = tmp_path / "model.jsonl"
+    """In each form, also behind an eviction, the logits are the model's own for the same keys and values; fewer bits and
+    fewer positions take fewer bytes."""
+    out, caches = tmp_path / "model.jsonl", (*FORMS, "16:0.5", "int4:0.75")
     main(["--toy", "--device", "cpu", "--kinds", "bfloat16", "--ways", "fused,own", "--batch", "2", "--no-roofline",
-          "--cache", ",".join(FORMS), "--out", str(out)])  # fmt: skip
+          "--cache", ",".join(caches), "--out", str(out)])  # fmt: skip
     lines = [line for line in map(json.loads, out.read_text().splitlines()) if "way" in line]
     assert [(line["way"], line["cache"]) for line in lines] == [
-        *(("fused graph", cache) for cache in FORMS), ("own graph", "16")]  # fmt: skip
+        *(("fused graph", cache) for cache in caches), ("own graph", "16")]  # fmt: skip
     assert all(line["difference"] < 0.02 for line in lines)
-    weights = read_bytes(made("toy", "bfloat16", torch.device("cpu")), 0, 0, FORMS["16"])
+    weights = read_bytes(made("toy", "bfloat16", torch.device("cpu")), 0, 0, TimedCache.named("16"))
     sizes = {line["cache"]: line["least_bytes"] - weights for line in lines}
     each = 2 * 2 * 2  # sequences, layers and heads, with 128 of 160 positions of 64 channels in codes
     assert sizes == {"16": each * 160 * 256, "int8": each * (128 * (128 + 4) + 2 * 64 * 4 + 32 * 256),
                      "int4": each * (128 * (64 + 4) + 2 * 64 * 4 + 32 * 256),
-                     "fp8": each * (128 * 128 + 2 * 8 + 32 * 256)}  # fmt: skip
+                     "fp8": each * (128 * 128 + 2 * 8 + 32 * 256), "16:0.5": each * 80 * 256,
+                     "int4:0.75": each * (64 * (64 + 4) + 64 * 4 + 56 * 256)}  # fmt: skip
+
+
+def test_models_are_timed_two_at_a_time(tmp_path, monkeypatch):
+    """So that all kinds fit a GPU: the first kind beside each other one, whose lines say so. What is timed alone has one
+    line for each kind."""
+    alive, out = [], tmp_path / "model.jsonl"
+
+    def counted(shape, kind, device):
+        model = made(shape, kind, device)
+        alive.append((kind, weakref.ref(model)))
+        held.append({kind for kind, there in alive if there() is not None})
+        return model
+
+    held: list[set[str]] = []
+    for name, value in {"made": counted, "READ": 16, "STEPS": 2}.items():
+        monkeypatch.setattr(f"kernels.harness.model.{name}", value)
+    main(["--toy", "--device", "cpu", "--kinds", "bfloat16,int4,int8", "--ways", "fused,own,prompt,generate", "--batch",
+          "1", "--no-roofline", "--out", str(out)])  # fmt: skip
+    assert held == [{"bfloat16"}, {"bfloat16", "int4"}, {"bfloat16", "int8"}]
+    lines = [line for line in map(json.loads, out.read_text().splitlines()) if "way" in line]
+    fused = {kind: f"{kind}, fused graph, 16" for kind in ("bfloat16", "int4", "int8")}
+    assert [(line["kind"], line["way"], line["turns"]) for line in lines if line["way"] == "fused graph"] == [
+        (kind, "fused graph", turns)
+        for turns in ([fused["bfloat16"], "bfloat16, own graph, 16", fused["int4"]], [fused["bfloat16"], fused["int8"]])
+        for kind in (turns[0].partition(",")[0], turns[-1].partition(",")[0])]  # fmt: skip
+    ways = Counter((line["kind"], line["way"]) for line in lines)
+    assert {way: ways["bfloat16", way] for _, way in ways} == {
+        "fused graph": 2, "own graph": 1, "prompt": 2, "generate, transformers": 1, "generate": 1}  # fmt: skip
+    assert all(ways[kind, way] == 1 for kind in ("int4", "int8") for way in ("fused graph", "prompt", "generate"))
+
+
+@pytest.mark.parametrize("name", ["int5", "16:0", "int4:1.5", "int4:half", "int4:", ""])
+def test_caches_that_are_not_timed_are_refused(name):
+    with pytest.raises(ValueError, match=f"`--cache` \\(={name}\\) must be among 16, int8, int4, fp8"):
+        TimedCache.named(name)

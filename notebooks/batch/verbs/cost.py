@@ -131,7 +131,7 @@ def cost(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     """Everything that can be refused before the model's files are read."""
     from eval.speed.devices import check_device_name
-    from kernels.harness.model import SHAPES
+    from kernels.harness.model_weights import SHAPES
     from notebooks.batch.verbs.loading import check_model
 
     for option in ("context", "batch"):

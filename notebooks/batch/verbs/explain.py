@@ -91,7 +91,7 @@ def _predict(options: argparse.Namespace) -> int:
     from compress.embedding import stored_specs
     from eval.speed.cost import LAUNCH, predict_step
     from eval.speed.devices import HERE, ceilings_of, check_device_name
-    from kernels.harness.model import SHAPES
+    from kernels.harness.model_weights import SHAPES
     from notebooks.batch.status import aligned
     from notebooks.batch.verbs.loading import check_model
     from notebooks.study import costs
