@@ -38,6 +38,7 @@ def weight(kind: str, out: int, columns: int, dtype: torch.dtype, bias: bool = F
         order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns)).int()
         how = {
             "coded": InputChange(bits=8, group_size=columns),
+            "coded static": InputChange(bits=8, group_size=columns, step=0.03),
             "both": InputChange(signs(columns), block, bits=8, group_size=8),
             "ordered": InputChange(order=order),
             "gathered": InputChange(order=order, bits=4, group_size=8, wide=columns // 8 - 1),
@@ -67,8 +68,8 @@ def weight(kind: str, out: int, columns: int, dtype: torch.dtype, bias: bool = F
         codes = torch.randint(256, (-(-out // length), columns, length * bits // 8), dtype=torch.uint8)
         walks = Trellis(codes, scale[:, 0].contiguous() / UNIT / columns**0.5, bits, 12, (out, columns))
         return Weight(walks, b, InputChange(signs(columns), columns), torch.rand(columns) + 0.5)
-    bits = {"nibbles": 4, "bytes": 8}.get(kind) or int(kind.removeprefix("planes"))
-    group_size = 16 if kind.startswith("planes") else 8
+    bits = {"nibbles": 4, "bytes": 8, "rowwise": 8}.get(kind) or int(kind.removeprefix("planes"))
+    group_size = columns if kind == "rowwise" else 16 if kind.startswith("planes") else 8
     zero = torch.randint(1 << bits, (out, columns // group_size)) if bias else None
     codes = torch.randint(1 << bits, (out, columns))
     scale = scale[:, : columns // group_size] * 3 / (1 << bits) / columns**0.5
@@ -331,6 +332,18 @@ def test_tokens_of_one_sequence_by_int8():
     program = decoder(kinds, torch.bfloat16, 16, sequences=1, bias=True, position=3, sizes=(768, 640, 2001))
     for tokens in (3, 16):
         in_one_step_and_alone(program, 3, tokens, torch.bfloat16)
+
+
+@pytest.mark.parametrize("isa", native.ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tokens_of_one_sequence_by_int8_as_floats(isa, dtype):
+    """Processors without dot products of integers multiply int8 codes, with one scale per row, by rounded inputs."""
+    if not native.runs(isa) or (isa.endswith("bf16") and dtype == torch.float16):
+        pytest.skip(f"no {isa} for {dtype} here")
+    kinds = {"qkv": "rowwise coded", "o": "rowwise coded static", "mlp": "rowwise coded", "down": "rowwise coded"}
+    program = decoder(kinds, dtype, 16, sequences=1, position=253, sizes=(768, 640, 2001))
+    for tokens in (2, 3, 7, 8, 16):
+        in_one_step_and_alone(program, 253, tokens, dtype, isa)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
