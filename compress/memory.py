@@ -31,7 +31,7 @@ from compress.walk.offload import is_offloaded, offloaded_parts
 from compress.walk.original.lockstep import HELD_BYTES
 from compress.walk.statistics import PAIRED
 from eval.record.compression import Usage
-from kernels.support.units import bytes_of
+from kernels.support.units import memory_limit
 
 SLACK = 1.03  # memory of allocators and libraries, relative to the counted memory
 
@@ -45,9 +45,10 @@ def predicted(
         recipe: the methods, settled.
 
     Raises:
-        ValueError: it needs more than `max_memory`, or more than is free on the disk; the message says what would fit.
+        ValueError: it needs more than `max_memory`, or more than is free on the disk, and the message says what would
+            fit; or `max_memory` is more than the memory of this machine.
     """
-    limit = bytes_of(max_memory)
+    limit = memory_limit(max_memory)
     case = _Case.of(recipe, model, batches)
     cases = {"memory": case, "disk": dataclasses.replace(case, activations="disk")}
     where = next((name for name, one in cases.items() if limit is None or one.peak() <= limit), None)

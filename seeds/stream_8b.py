@@ -163,8 +163,6 @@ def run(arguments: argparse.Namespace) -> dict:
 def decode(arguments: argparse.Namespace) -> dict:
     """Decode some tokens with a window of the weights in memory, or with all of them; what it took, and what bandwidths
     predict."""
-    from contextlib import nullcontext
-
     limit = int(arguments.limit_gb * 1e9)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     from transformers import DynamicCache
@@ -172,12 +170,13 @@ def decode(arguments: argparse.Namespace) -> dict:
     from compress import load_model
     from compress.walk.offload import offloaded_parts
     from compress.walk.window import in_window
+    from kernels.linear import fast_linear
 
     weights = "disk" if arguments.max_memory else "memory"
     model, _ = load_model(str(arguments.folder), dtype="bfloat16", weights=weights)
     parts = offloaded_parts(model)
     found = _prediction(parts, arguments.max_memory) if parts else {}
-    held = in_window(model, arguments.max_memory, cached=False) if parts else nullcontext()
+    held = in_window(model, arguments.max_memory, cached=False) if parts else fast_linear()
     ids = torch.arange(arguments.prompt)[None] * 7919 % VOCABULARY
     tokens, seconds, waited = [], [], []
     with torch.no_grad(), held as window:
@@ -212,6 +211,7 @@ def _prediction(parts, memory: str) -> dict:
     """The seconds of a pass: what is read at the disk's rate, or the products of all blocks at the rate of one of them,
     whichever is longer; both measured before."""
     from compress.walk.window import plan_window
+    from kernels.linear import fast_linear
     from kernels.support.units import bytes_of
 
     window = plan_window({name: part.nbytes for name, part in parts.items() if not part.is_table}, bytes_of(memory))
@@ -224,7 +224,7 @@ def _prediction(parts, memory: str) -> dict:
             tensor.read(cached=False)
     rate = sum(parts[name].nbytes for name in spread) / (time.perf_counter() - start)
     name, times = window.streamed[0], []
-    with torch.no_grad(), parts[name].loaded(parts[name].home):
+    with torch.no_grad(), parts[name].loaded(parts[name].home), fast_linear():
         linears = [m for m in parts[name].module.modules() if isinstance(m, torch.nn.Linear)]
         inputs = [torch.randn(1, 1, m.in_features, dtype=torch.bfloat16) for m in linears]
         for _ in range(5):

@@ -2,7 +2,8 @@
 
 A pass reads every block once, in the same order. What was used last is then needed last, so that nothing is gained by
 keeping it: as many blocks as the memory holds stay in it for good, evenly spread, and while they and the block before
-compute, a thread reads the next block that is away. Outputs are those of the model in memory.
+compute, a thread reads the next block that is away. Products are those of `fast_linear`, and outputs are those of the
+model in memory with these products, bit by bit.
 
 Sources: a sliding window of layers with prefetching, TPI-LLM (arXiv:2410.00531) and Superpipeline (arXiv:2410.08791);
 the first keeps a window of consecutive layers on each of several devices, the second moves layers from the memory of
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 from compress.walk.offload import Offloaded, offloaded_parts
 from compress.walk.shards import OnDisk
-from kernels.support.units import bytes_of
+from kernels.linear import fast_linear
+from kernels.support.units import memory_limit
 
 
 @dataclass
@@ -65,14 +67,15 @@ def in_window(
         parameter: that gives `max_memory`, for errors.
 
     Raises:
-        ValueError: the model is in memory, or `max_memory` does not hold two of its largest parts, one that computes
-            and one that is read.
+        ValueError: the model is in memory, `max_memory` is more than the memory of its device, or it does not hold two
+            of the largest parts, one that computes and one that is read.
     """
-    if (most := bytes_of(max_memory, parameter)) is None:
-        raise ValueError(f"`{parameter}` must be a number of bytes, such as '6GB'")
     parts = {name: part for name, part in offloaded_parts(model).items() if not part.is_table}
     if not parts:
         raise ValueError("`model` is in memory; a window is for models of load_model(..., weights='disk')")
+    home = next(iter(parts.values())).home
+    if (most := memory_limit(max_memory, parameter, home)) is None:
+        raise ValueError(f"`{parameter}` must be a number of bytes, such as '6GB'")
     cast = [t.stored_nbytes for part in parts.values() for t in part.where.values() if t.stored != t.dtype]
     casting = max(cast, default=0)  # a tensor in another dtype is in memory twice while it is read
     window = plan_window({name: part.nbytes for name, part in parts.items()}, most - casting, parameter)
@@ -86,7 +89,8 @@ def in_window(
         try:
             if ring:
                 next(iter(ring.values())).ahead.begin()
-            yield window
+            with fast_linear():
+                yield window
         finally:
             for part in ring.values():
                 part.ahead = None

@@ -41,9 +41,9 @@ def check_settings(values: dict[str, Any], defaults: dict[str, Any]) -> None:
 
         _among("bos", values["bos"], BOS)
     if values.get("max_memory"):
-        from kernels.support.units import bytes_of
+        from kernels.support.units import memory_limit
 
-        bytes_of(values["max_memory"])
+        memory_limit(values["max_memory"])
     if "weights" in values:  # the place of the weights; in other notebooks, their stored form
         from compress.inputs.model import WEIGHTS
 

@@ -14,7 +14,9 @@ from compress.memory import predicted
 from compress.method import settle
 from compress.recipe import parse_recipe
 from compress.walk.offload import named_tensors, put_on_disk
-from kernels.support.units import bytes_of
+from compress.walk.window import in_window
+from kernels.support import units
+from kernels.support.units import bytes_of, memory_limit
 
 GPTQ = "gptq(bits=3, group_size=16, min_tokens=8)"
 
@@ -28,6 +30,27 @@ def test_sizes_are_read_as_people_write_them():
     for wrong in ("much", "0", "0.5", "-1GB", "6 apples", "1.2.3", "1e999", True):
         with pytest.raises(ValueError, match="`max_memory` .* must be a number of bytes, or a text such as '6GB'"):
             bytes_of(wrong)
+
+
+def test_a_limit_above_the_memory_of_the_machine_is_refused(tiny, tokens, monkeypatch):
+    monkeypatch.setattr(units.psutil, "virtual_memory", lambda: SimpleNamespace(total=23 * 10**9))
+    assert memory_limit("23GB") == 23 * 10**9 and memory_limit("") is None and memory_limit("1GB", "--memory") == 10**9
+    for limit, shown in (("500GB", "'500GB'"), (23 * 10**9 + 1, "23000000001")):
+        said = rf"`max_memory` \(={shown}\) is more than the memory of this machine; it must be at most 23.0 GB"
+        with pytest.raises(ValueError, match=said):
+            apply(parse_recipe("rtn(group_size=16)"), tiny("llama"), tokens(), max_memory=limit)
+        with pytest.raises(ValueError, match=said), in_window(put_on_disk(tiny("llama")), limit):
+            pass
+    properties = SimpleNamespace(total_memory=8 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    with pytest.raises(ValueError, match="more than the memory of cuda:0; it must be at most 8.0 GB"):
+        memory_limit("9GB", device=torch.device("cuda:0"))
+
+
+def test_a_container_has_the_memory_of_its_limit(monkeypatch):
+    given = iter(("1000000\n", "max\n"))
+    monkeypatch.setattr(units.Path, "read_text", lambda _: next(given))
+    assert units.memory_of() == 10**6 and units.memory_of() == units.psutil.virtual_memory().total
 
 
 @pytest.fixture

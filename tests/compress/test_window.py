@@ -6,6 +6,8 @@ import torch
 from compress import apply, load_model, save_compressed
 from compress.walk.offload import offloaded_parts, put_on_disk
 from compress.walk.window import _Ahead, in_window, plan_window
+from kernels.linear import fast_linear
+from kernels.registry import recording
 
 LAYERS = 6
 
@@ -51,6 +53,23 @@ def test_a_model_on_disk_writes_what_it_writes_in_memory(blocks, model, tokens, 
     assert window.read_bytes == sum(sizes[name] for name in order) and set(away).isdisjoint(window.held)
     assert all(part.ahead is None and not part._depth for part in parts.values()), "as before"
     assert torch.equal(written(model, prompts), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_those_of_memory_with_the_same_products(dtype, emulated, model, tokens, monkeypatch):
+    """For a token and for a prompt, bit by bit; products that a processor only emulates are not left to torch."""
+    monkeypatch.setattr("kernels.linear.emulates", lambda _: emulated)
+    model, prompts = model.to(dtype), (tokens(1, 20)[0], tokens(1, 1)[0])
+    with fast_linear():
+        expected = [model(ids).logits for ids in prompts]
+    put_on_disk(model)
+    sizes = sizes_of(model)
+    with in_window(model, 2 * max(sizes.values()) + sizes["lm_head"] + 2000) as window, recording() as used:
+        assert window.streamed
+        assert all(torch.equal(model(ids).logits, one) for ids, one in zip(prompts, expected, strict=True))
+    assert ("cpu float32" in used["linear"]) == (emulated and dtype == torch.bfloat16)
 
 
 def test_everything_stays_where_it_fits(model, tokens):

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from compress import METHODS, apply, load_model, save_compressed
 from eval.record.manifest import seal
@@ -68,6 +69,7 @@ def test_a_model_that_does_not_fit_writes_from_disk(saved, typed, capsys):
     assert main(["chat", str(saved), "--tokens", "4", "--json", "--max-memory", "1GB"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["answer"]["text"] == expected and "0.0 are read per token" in said.err
+    assert not torch._C._len_torch_function_stack(), "the window is closed"
     assert main(["chat", str(saved), "--max-memory", "1GB", "--beside"]) == 2
     assert "`--max-memory` holds one model" in capsys.readouterr().err
     assert main(["chat", str(saved), "--max-memory", "1kB"]) == 2

@@ -51,21 +51,26 @@ def declare(command) -> None:
 
 def chat(options: argparse.Namespace) -> int:
     """Answer prompts until the input ends."""
-    from kernels.support.units import bytes_of
+    from kernels.support.units import memory_limit
     from notebooks.batch.verbs.loading import baseline_of, check_device, check_model
 
     if options.tokens < 1:
         raise ValueError(f"`--tokens` (={options.tokens}) must be 1 or more")
     if not 0 <= options.temperature < 100:
         raise ValueError(f"`--temperature` (={options.temperature}) must be 0 or above")
-    if bytes_of(options.max_memory, "--max-memory") and options.beside:
-        raise ValueError("`--max-memory` holds one model, and --beside shows two; leave one out")
     check_device(options.device)
+    if memory_limit(options.max_memory, "--max-memory", options.device) and options.beside:
+        raise ValueError("`--max-memory` holds one model, and --beside shows two; leave one out")
     check_model(options.model)
     if options.baseline and not options.beside:
         raise ValueError("`--baseline` names the model that --beside shows; give --beside, too")
     original = baseline_of(options.model, options.baseline, needed=True) if options.beside else ""
-    writers = [_Writer.of(name, options) for name in filter(None, (options.model, original))]
+    with ExitStack() as held:
+        _converse([_Writer.of(name, options, held) for name in filter(None, (options.model, original))], options)
+    return 0
+
+
+def _converse(writers: list["_Writer"], options: argparse.Namespace) -> None:
     remembers = sys.stdin.isatty() and writers[0].has_template
     for prompt in _prompts(writers[0]):
         if options.json:
@@ -77,7 +82,6 @@ def chat(options: argparse.Namespace) -> int:
         if not remembers:
             for writer in writers:
                 writer.turns.clear()
-    return 0
 
 
 def _rate(rate: float) -> str:
@@ -96,14 +100,14 @@ class _Writer:
     seed: int
     has_template: bool
     device: str
-    held: ExitStack  # keeps the window of a model on disk
     turns: list[dict[str, str]] = field(default_factory=list)
     said: str = ""  # tokens and speed of the last answer
     tokens: int = 0
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, name: str, options: argparse.Namespace) -> "_Writer":
+    def of(cls, name: str, options: argparse.Namespace, held: ExitStack) -> "_Writer":
+        """held: keeps the window of a model on disk."""
         from transformers.utils.logging import disable_progress_bar
 
         from compress.inputs.model import load_model
@@ -124,7 +128,6 @@ class _Writer:
                 )
                 raise ValueError(said) from error
             raise
-        held = ExitStack()
         if options.max_memory:
             window = held.enter_context(in_window(model, options.max_memory, parameter="--max-memory"))
             _note(
@@ -135,7 +138,7 @@ class _Writer:
         how: dict[str, Any] = {"max_new_tokens": options.tokens, "do_sample": options.temperature > 0}
         how |= {"temperature": options.temperature} if options.temperature else {}
         template = bool(getattr(tokenizer, "chat_template", None)) and not options.continues
-        return cls(name, model, tokenizer, how, options.seed, template, options.device, held)
+        return cls(name, model, tokenizer, how, options.seed, template, options.device)
 
     def answer(self, prompt: str, show: Callable[[str], None] = lambda _: None) -> str:
         """The answer to a prompt; `show` is given each piece of text as soon as it is known."""
