@@ -92,7 +92,7 @@ class Guessing:
 
 def check_lossless(
     model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     guess_tokens: int,
     speed_rounds: int,
@@ -101,9 +101,10 @@ def check_lossless(
 ) -> None:
     """Raise ValueError if guesses cannot be measured like this; quick.
 
-    Args: as in `measure_lossless`; drafts: their names.
+    Args: as in `measure_lossless`; drafts: their names. tokenizer: None leaves the lengths of prompts out.
     """
-    longest = max(encode_prompt(tokenizer, one).shape[1] for texts in KINDS.values() for one in texts)
+    prompts = [one for texts in KINDS.values() for one in texts]
+    longest = 0 if tokenizer is None else max(encode_prompt(tokenizer, one).shape[1] for one in prompts)
     most = positions(model) - longest
     if most < 2:
         raise ValueError(
@@ -111,10 +112,8 @@ def check_lossless(
             f"{longest}, and a text at least 2"
         )
     if type(guess_tokens) is not int or not 2 <= guess_tokens <= most:
-        raise ValueError(
-            f"`guess_tokens` (={guess_tokens!r}) must be an integer from 2 to {most}, the model's positions behind the "
-            f"longest prompt of {longest} tokens"
-        )
+        whose = f"positions behind the longest prompt of {longest} tokens" if longest else f"{most} positions"
+        raise ValueError(f"`guess_tokens` (={guess_tokens!r}) must be an integer from 2 to {most}, the model's {whose}")
     if type(speed_rounds) is not int or speed_rounds < 0:
         raise ValueError(f"`speed_rounds` (={speed_rounds!r}) must be a positive integer, or 0 to time nothing")
     if not 0 <= rollback < float("inf"):
@@ -156,10 +155,10 @@ def measure_lossless(
     """
     if "baseline" not in models:
         raise ValueError(f"`models` (={list(models)}) must have a 'baseline', whose text the others guess")
-    check_lossless(
-        models["baseline"], tokenizer, guess_tokens=guess_tokens, speed_rounds=speed_rounds, drafts=[*models],
-        rollback=rollback,
-    )  # fmt: skip
+    for model in models.values():
+        check_lossless(
+            model, tokenizer, guess_tokens=guess_tokens, speed_rounds=speed_rounds, drafts=[*models], rollback=rollback
+        )
     half = {name: accelerate(deployed(model)) for name, model in models.items()}
     original = half.pop("baseline")
     ends = end_tokens(models["baseline"], tokenizer)

@@ -28,7 +28,8 @@ from kernels.step.outputs import check_outputs
 from kernels.step.recognition.decoder import Decoder
 from kernels.step.recognition.parts import NotNative
 from kernels.step.recognition.recognise import ACCELERATION, recognise, state_of
-from kernels.step.writing.generate import check_vocabulary, generate
+from kernels.step.writing.drafts import check_vocabulary
+from kernels.step.writing.generate import generate
 from kernels.step.writing.guesses import DraftPace
 from kernels.support.deploy import cast
 
@@ -69,10 +70,12 @@ def accelerate(
             inference mode, so that these do not show: call `model.acceleration.remove()`, which undoes the change,
             before them.
         dtype: the dtype to cast the model to: torch.bfloat16, torch.float16 or their names; None: no cast.
-        draft: a smaller model with the same vocabulary, such as the compressed model, which guesses tokens of single
+        draft: a smaller model with the same tokenizer, such as the compressed model, which guesses tokens of single
             texts that this model verifies, several in a step, on a CPU: the texts stay the same, and take less time
-            where the draft guesses well. It is accelerated, too, and replaces an earlier draft; None: an earlier one
-            stays. If it cannot be used with this model, there is a warning with the reason.
+            where the draft guesses well. Two models in memory show how many tokens each has, and no more; tokens are
+            compared if both come from folders with a tokenizer.json. The draft is accelerated, too, and replaces an
+            earlier one; None: an earlier one stays. If it cannot be used with this model, there is a warning with the
+            reason.
         rollback: if above 0, texts are no longer those of the model: a guess of the draft stays as long as the model
             itself loses at most so many nats on it (-log p), also where the model would choose another token. It counts
             for the draft that is given here or was given before, and for no other guesses; a call without it sets 0.
@@ -84,7 +87,7 @@ def accelerate(
 
     Raises:
         ValueError: another dtype, `model` is not a model of transformers, `rollback` is no loss, or `draft` has another
-            vocabulary, is the model itself, or cannot guess on this device.
+            tokenizer, is the model itself, or cannot guess on this device.
     """
     dtype = _checked(model, dtype)
     if not 0 <= rollback < float("inf"):

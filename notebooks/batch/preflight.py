@@ -126,6 +126,21 @@ def _check_model(values: dict[str, Any], recipes: list[list[Any]], awaited: froz
     if "window" in values:
         counts = {name: values[name] for name in ("speed_rounds", "write_tokens") if name in values}
         check_evaluation(model, {}, window=values["window"], **counts)
+    if "guess_tokens" in values or values.get("lossless"):
+        _check_guesses(model, values)
+
+
+def _check_guesses(model: Any, values: dict[str, Any]) -> None:
+    """Raise ValueError if guesses cannot be measured like this."""
+    from compress.inputs.skeleton import cheap_tokenizer
+    from eval.speed.lossless import check_lossless
+
+    length = "guess_tokens" if "guess_tokens" in values else "write_tokens"
+    how = {name: values[name] for name in ("speed_rounds", "rollback") if name in values}
+    try:
+        check_lossless(model, cheap_tokenizer(values["model_name"]), guess_tokens=values[length], **how)
+    except ValueError as error:
+        raise ValueError(str(error).replace("`guess_tokens`", f"`{length}`")) from error
 
 
 def _check_text(name: str, part: str, values: dict[str, Any]) -> None:

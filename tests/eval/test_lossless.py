@@ -180,6 +180,12 @@ def test_measurements_that_cannot_be_made_are_refused(tiny, tokenizer, short_pro
     model, right = tiny("llama"), {"guess_tokens": 8, "speed_rounds": 1}
     most = positions(model) - encode_prompt(tokenizer, "w1 w2 w3 w4 w1 w2 w3").shape[1]
     check_lossless(model, tokenizer, **right | {"guess_tokens": most, "drafts": ["compressed", "x"]})
+    check_lossless(model, None, **right | {"guess_tokens": positions(model)})  # prompts are not known
+    with pytest.raises(ValueError, match="`guess_tokens` .*model's 128 positions"):
+        check_lossless(model, None, **right | {"guess_tokens": positions(model) + 1})
+    short = tiny("llama", max_position_embeddings=16)
+    with pytest.raises(ValueError, match="`guess_tokens` .=24. must be an integer from 2 to 9"):
+        measure_lossless({"baseline": model, "short": short}, tokenizer, guess_tokens=24)
     for given, message in (
         ({"guess_tokens": 1}, f"`guess_tokens` .=1. must be an integer from 2 to {most}, the model's positions behind"),
         ({"guess_tokens": most + 1}, "`guess_tokens` .=.*longest prompt of 7 tokens"),

@@ -2,10 +2,12 @@
 
 import copy
 import random
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig
+from tokenizers import Tokenizer, models
+from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast
 
 from kernels import native
 from kernels.step.accelerate import Acceleration, StepsInOneCall, accelerate
@@ -215,6 +217,57 @@ def test_requests_that_cannot_be_verified_are_those_of_transformers(tiny, monkey
 def test_look_ups_without_tokens_are_refused(tiny, settings, message):
     with pytest.raises(ValueError, match=message):
         accelerate(tiny("llama").bfloat16()).generate(IDS, **HOW, **settings)
+
+
+def test_more_looked_up_tokens_than_a_step_verifies_give_a_warning(tiny):
+    model = accelerate(tiny("llama").bfloat16())
+    expected = model.generate(IDS, **HOW)
+    with pytest.warns(
+        UserWarning, match=r"`prompt_lookup_num_tokens` \(=1000000\) is more than the 15 guesses"
+    ) as said:
+        assert torch.equal(model.generate(IDS, **HOW, prompt_lookup_num_tokens=10**6), expected)
+    assert [one.filename for one in said] == [__file__]
+
+
+def of_folder(model: torch.nn.Module, folder: Path, words: list[str], added: str = "<pad>") -> torch.nn.Module:
+    """The model, as it is loaded from a folder with a tokenizer of these words."""
+    model.save_pretrained(folder)
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[1]))
+    PreTrainedTokenizerFast(tokenizer_object=made, pad_token=added).save_pretrained(folder)
+    return type(model).from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def test_a_draft_with_another_tokenizer_is_refused(tiny, tmp_path):
+    """Tokens are compared, if both models are from folders; what was added to a vocabulary may differ."""
+    words = ["<pad>", *(f"w{i}" for i in range(1, 96))]
+    model = accelerate(of_folder(tiny("llama"), tmp_path / "model", words))
+    alike = of_folder(tiny("llama"), tmp_path / "alike", ["[PAD]", *words[1:]], "[PAD]")
+    other = of_folder(tiny("llama"), tmp_path / "other", [*words[:5], "w6", "w5", *words[7:]])
+    said = r"`{}` \(='.*other'\) has another tokenizer than the model \(='.*model'\): its token 5 is 'w6', .* 'w5'"
+    with pytest.raises(ValueError, match=said.format("draft")):
+        accelerate(model, draft=other)
+    with pytest.raises(ValueError, match=said.format("assistant_model")):
+        model.generate(IDS, **HOW, assistant_model=accelerate(other))
+    expected = model.generate(IDS, **HOW)
+    assert torch.equal(accelerate(model, draft=alike).generate(IDS, **HOW), expected)
+    (tmp_path / "other" / "tokenizer.json").write_text("{}")
+    assert accelerate(model, draft=other).acceleration.draft is other, "of which nothing is known"
+
+
+def test_a_draft_without_positions_for_the_text_is_refused(tiny, monkeypatch):
+    model, draft = accelerate(tiny("llama").bfloat16()), tiny("llama", max_position_embeddings=30).bfloat16()
+    accelerate(model, draft=draft)
+    monkeypatch.setattr(model, "_prefill", lambda *_, **__: pytest.fail("the prompt is read"))
+    said = r"has `max_position_embeddings` \(=30\), and the text may get 32 tokens; .* or `max_new_tokens` at most 18"
+    for more in ({}, {"assistant_model": draft}, {"assistant_model": draft, "prompt_lookup_num_tokens": 4}):
+        with pytest.raises(ValueError, match=said):
+            model.generate(IDS, **HOW, **more)
+    with pytest.raises(ValueError, match="or the prompt shorter"):
+        model.generate(IDS.repeat(1, 3), **HOW)
+    monkeypatch.undo()
+    assert model.generate(IDS, **HOW | {"max_new_tokens": 18}).shape[1] <= 30
+    short = accelerate(tiny("llama", max_position_embeddings=30).bfloat16(), draft=draft)
+    assert short.generate(IDS, **HOW).shape[1] <= 32, "where the model itself has no more, transformers warns"
 
 
 def drafts(tiny, noise: float, monkeypatch, drafting: float = 0.2) -> tuple[torch.nn.Module, torch.nn.Module]:

@@ -105,6 +105,13 @@ CASES: list[tuple[str, str, Callable[[Path], object] | None, str]] = [
     ("A word outside its choices", "plan gptq -p model_name tiny -p dtype float8", None, "must be one of float32"),
     ("A size in an unknown unit", "plan gptq -p model_name tiny -p max_memory 24Gigs",
      None, "`max_memory` (='24Gigs')"),
+    ("More memory than this machine has", "plan gptq -p model_name tiny -p weights disk -p max_memory 500TB",
+     None, "`max_memory` (='500TB')"),
+    ("More guesses than positions", "plan lossless -p model_name tiny -p compare '' -p guess_tokens 99999",
+     None, "`guess_tokens` (=99999)"),
+    ("More guesses than positions, by a recipe",
+     "plan recipe -p model_name tiny -p recipe nf4 -p lossless true -p write_tokens 99999",
+     None, "`write_tokens` (=99999)"),
     ("A kind of question that does not exist", "plan kv_eviction -p model_name tiny -p tasks words",
      None, "must be one of word"),
     ("A recipe whose bracket stays open", "plan recipe -p model_name tiny -p recipe 'gptq(bits=4, awq'",
@@ -169,6 +176,7 @@ CASES: list[tuple[str, str, Callable[[Path], object] | None, str]] = [
      None, "did you mean gguf?"),
     ("A folder without a model, for `chat`", "chat tasks", _tasks, "`DIR` (='tasks')"),
     ("An original that is not known, for `chat`", "chat tiny --beside", None, "name one with --baseline"),
+    ("A window larger than memory, for `chat`", "chat tiny --max-memory 500TB", None, "`--max-memory` (='500TB')"),
     ("A gate with an unknown limit", "compare a.json b.json --gate gate.yml",
      _file("gate.yml", "kl_pydocs: {maxx: 0.2}"), "did you mean max?"),
     ("A disk that is full half way", "export saved --format compressed-tensors", _saved, "make room"),
@@ -194,6 +202,7 @@ def answer(case: tuple[str, str, Callable[[Path], object] | None, str], folder: 
     finally:
         os.chdir(before)
     text = said.getvalue().replace(str(folder.resolve()), "…").replace(str(folder), "…")
+    text = re.sub(r"it must be at most [\d.]+ GB", "it must be at most 16.0 GB", text)
     return status, re.sub(r"\d+ free \([\d.]+ GB\)|\d+(\.\d+)? MB free", "0 MB free", text).strip()
 
 

@@ -15,6 +15,7 @@ loses little on them, so that its texts are approximate.
 import copy
 import functools
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kernels.step.native import MOST_IN_SEQUENCE
 from kernels.step.recognition.recognise import changes_at
+from kernels.step.writing.drafts import check_positions, check_vocabulary
 from kernels.step.writing.guesses import Draft, DraftPace, Guesser, LookupOrDraft, PromptLookup
 from kernels.step.writing.sampling import SamplingChoice, choice_of
 
@@ -43,10 +45,12 @@ ROOM = 512  # tokens by which the tensor of the text grows
 def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """`generate` of transformers with `decode` as `custom_generate`, if this loop knows the request.
 
-    The arguments and results are those of transformers.
+    The arguments and results are those of transformers. A step verifies at most `MOST_IN_SEQUENCE` - 1 guesses, so that
+    a larger `prompt_lookup_num_tokens` gives a warning.
 
     Raises:
-        ValueError: `prompt_lookup_num_tokens` or `max_matching_ngram_size` is below 1; a draft has another vocabulary.
+        ValueError: `prompt_lookup_num_tokens` or `max_matching_ngram_size` is below 1; a draft has another vocabulary,
+            or fewer positions than the text may get.
     """
     own = type(model).generate
     if len(args) > 2 or kwargs.get("custom_generate") is not None:
@@ -104,7 +108,14 @@ def _guesser(
         return None
     if kwargs.get("assistant_tokenizer") is not None or not _verifies(model):
         return None
-    settings = min(looks_up or 0, MOST_IN_SEQUENCE - 1), config.max_matching_ngram_size
+    most = MOST_IN_SEQUENCE - 1
+    if (looks_up or 0) > most:
+        warnings.warn(
+            f"`prompt_lookup_num_tokens` (={looks_up}) is more than the {most} guesses that a step verifies: at most "
+            f"{most} are looked up at a time",
+            stacklevel=4,
+        )
+    settings = min(looks_up or 0, most), config.max_matching_ngram_size
     acceleration = model.acceleration
     if draft is not None:
         check_vocabulary(model, draft, "assistant_model")
@@ -112,21 +123,8 @@ def _guesser(
         return None if looks_up is None or kwargs.get("assistant_model") is not None else PromptLookup(*settings)
     rollback = acceleration.rollback if draft is acceleration.draft else 0.0
     pace = acceleration.paces.setdefault((id(draft), rollback, looks_up is not None), DraftPace())
-    guesser = Draft(draft, MOST_IN_SEQUENCE - 1, pace, rollback)
+    guesser = Draft(draft, most, pace, rollback)
     return guesser if looks_up is None else LookupOrDraft(PromptLookup(*settings, pace), guesser, pace)
-
-
-def check_vocabulary(model: nn.Module, draft: nn.Module, parameter: str) -> None:
-    """Check that a draft guesses the tokens of a model.
-
-    Raises:
-        ValueError: it has another vocabulary.
-    """
-    ours, theirs = (one.config.get_text_config().vocab_size for one in (model, draft))
-    if ours != theirs:
-        raise ValueError(
-            f"`{parameter}` has a vocabulary of {theirs} tokens, the model one of {ours}; a draft must have the same"
-        )
 
 
 def _verifies(model: nn.Module) -> bool:
@@ -194,12 +192,14 @@ def decode(
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if mask is not None and mask.dim() == 2 and bool((mask == 1).all()):
         mask = None  # as newer versions of transformers do
+    guesser = guesser if len(input_ids) == 1 else None  # whatever the arguments of `generate` looked like
+    if guesser is not None and guesser.model is not None:
+        check_positions(model, guesser.model, input_ids.shape[1], config.max_length)
     outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
     cache, logits = outputs.past_key_values, outputs.logits[:, -1].float()
     del outputs  # the logits of a whole prompt may be large
     returns = config.return_dict_in_generate
     kept = bool(returns and config.output_scores), bool(returns and config.output_logits)
-    guesser = guesser if len(input_ids) == 1 else None  # whatever the arguments of `generate` looked like
     choice = choice_of(logits_processor, config.do_sample, *kept)
     text = _Text(input_ids, stopping_criteria, config._pad_token_tensor, streamer)
     several = () if guesser is None else (MOST_IN_SEQUENCE,)

@@ -48,9 +48,14 @@ RETRY = 32  # a kind of guess that does not gain is tried again after being left
 
 
 class Guesser(Protocol):
-    """Guesses how a text goes on. rollback: the model's loss up to which a guess stays; 0: if the model chooses it."""
+    """Guesses how a text goes on.
+
+    Attributes:
+        rollback: the model's loss up to which a guess stays; 0: if the model chooses it. model: that guesses, or None.
+    """
 
     rollback: float
+    model: nn.Module | None
 
     def guess(self, text: Sequence[int], most: int, choice: SamplingChoice) -> list[int]:
         """Tokens that may follow the text, by this choice: up to `most`, and fewer than a step takes. The text has
@@ -135,7 +140,7 @@ class PromptLookup:
         times: whose measured times of steps are shared; None: they are measured in this text.
     """
 
-    rollback = 0.0
+    rollback, model = 0.0, None
 
     def __init__(self, most: int, longest: int | None = None, times: "DraftPace | None" = None) -> None:
         self.longest = longest or LONGEST
@@ -255,7 +260,7 @@ class Draft:
 
     def __init__(self, model: nn.Module, most: int, pace: DraftPace, rollback: float = 0.0) -> None:
         self.rollback = rollback
-        self._model, self._most, self._pace, self._steps = model, most, pace, None
+        self.model, self._most, self._pace, self._steps = model, most, pace, None
         self._cache = DynamicCache(config=model.config)
         self._read = 0  # positions in the cache
         self._reading, self._seconds = 0.0, 0.0  # of the last guess: to read on up to the last tokens, and to guess
@@ -310,8 +315,8 @@ class Draft:
             return False
         if self._steps is not None:
             self._steps.finish()
-        self._model(torch.tensor([text[self._read : -1]]), past_key_values=self._cache, logits_to_keep=1)
-        self._steps, self._read = self._model.acceleration.steps(self._cache, 1, BY_STEPS), len(text) - 1
+        self.model(torch.tensor([text[self._read : -1]]), past_key_values=self._cache, logits_to_keep=1)
+        self._steps, self._read = self.model.acceleration.steps(self._cache, 1, BY_STEPS), len(text) - 1
         return self._steps is not None
 
     def _next(self, largest: Tensor | None, choice: SamplingChoice) -> Any:
@@ -336,6 +341,11 @@ class LookupOrDraft:
     def rollback(self) -> float:
         """See `Guesser`."""
         return self._guessed.rollback
+
+    @property
+    def model(self) -> nn.Module:
+        """See `Guesser`."""
+        return self._draft.model
 
     def guess(self, text: Sequence[int], most: int, choice: SamplingChoice) -> list[int]:
         """See `Guesser`."""
