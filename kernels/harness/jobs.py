@@ -1,6 +1,6 @@
 """Worker processes of `kernels.harness.validate`: starts them, limits their time, and continues after crashes."""
 
-import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import tempfile
@@ -43,6 +43,7 @@ class Worker:
         self.job, self.until = job, until
         self.lines: list[Line] = []
         self.heard = time.monotonic()
+        self.killed: float | None = None
         self.stderr = tempfile.NamedTemporaryFile()  # noqa: SIM115  (closed when the process is over)
         self.pipe, there = CONTEXT.Pipe(duplex=False)
         seconds = until - time.monotonic()  # a process has a clock of its own
@@ -70,15 +71,24 @@ class Worker:
             return f"silent for {SILENT:.0f} s"
         return "over its time" if now > self.until + LATE else ""
 
+    def kill(self) -> None:
+        """Kill the process and all its child processes, without waiting; nor does Python wait when it exits."""
+        self.killed = self.killed or time.monotonic()
+        if not self.process.is_alive():
+            return
+        with suppress(ProcessLookupError):  # it has no group yet
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        multiprocessing.process._children.discard(self.process)  # for which Python waits at exit, without a limit
+
     def end(self) -> str:
         """End the process and all its child processes; one that its driver holds is left behind. Returns how it ended,
         with the last line that it wrote to stderr."""
-        self.process.join(0 if self.process.is_alive() and self.late() else DEAD)
+        if self.killed is None:
+            self.process.join(0 if self.process.is_alive() and self.late() else DEAD)
         if self.process.is_alive():
-            with suppress(ProcessLookupError):  # it has no group yet
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()
-            self.process.join(DEAD)
+            self.kill()
+            self.process.join(max(0.0, self.killed + DEAD - time.monotonic()))
         code, said = self.process.exitcode, Path(self.stderr.name).read_text(errors="replace").strip()
         self.said = said
         self.stderr.close()
@@ -113,9 +123,9 @@ class Workers:
                 if not running:
                     break
                 wait([worker.pipe for worker in running], 0.5)
-                for worker in list(running):
-                    if not worker.listen(self.note) and not worker.late():
-                        continue
+                over = [worker for worker in running if worker.listen(self.note) or worker.late()]
+                _kill([worker for worker in over if worker.late()])
+                for worker in over:
                     running.remove(worker)
                     rest, again = self._finish(worker)
                     if rest and again and rest.restarts <= RESTARTS:
@@ -124,6 +134,7 @@ class Workers:
                         left.append(rest)
                     self.after()
         finally:
+            _kill(running)
             for worker in running:
                 worker.end()
         return left + waiting
@@ -164,6 +175,12 @@ class Workers:
         row |= {name: value for name, value in begun.items() if name in row and name != "status"}
         self.note({"kind": "contest", "phase": phase, "index": index, **row})
         print(sentence(row), flush=True)
+
+
+def _kill(workers: list[Worker]) -> None:
+    """Kill all of them before one is waited for."""
+    for worker in workers:
+        worker.kill()
 
 
 def _serve(work: Work, job: TrialJob, until: float, pipe: "multiprocessing.connection.Connection", stderr: str) -> None:

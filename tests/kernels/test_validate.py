@@ -2,8 +2,10 @@
 
 import json
 import math
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -541,6 +543,35 @@ def test_a_job_that_never_gets_anywhere_is_given_up(workers, lines, tmp_path):
     assert left.restarts == len(rows) == jobs.RESTARTS + 1
     assert {row["status"] for row in rows} == {"crashed: exit 1, no device"}
     assert "no device" in (tmp_path / "log.txt").read_text()
+
+
+def _ignores_the_end(job, until, send):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    send({"kind": "begin", "op": str(os.getpid()), "index": 0})
+    time.sleep(60)
+
+
+def _leaves_processes_behind(folder):
+    jobs.os.killpg = jobs.CONTEXT.Process.kill = lambda *_: None  # as if their driver held them
+    jobs.DEAD = jobs.LATE = 0.2
+    note = (folder / "processes").open("a", buffering=1)
+    workers = jobs.Workers(_ignores_the_end, 3, lambda line: print(line["op"], file=note), folder / "log", lambda: None)
+    workers.run([jobs.TrialJob("warm", i, 3) for i in range(3)], time.monotonic() + 1.5)
+
+
+def test_python_exits_although_processes_cannot_be_ended(tmp_path, monkeypatch):
+    """At its exit Python waits for the processes that it started, except for those that were killed."""
+    monkeypatch.setattr(jobs, "CONTEXT", multiprocessing.get_context("fork"))
+    process = jobs.CONTEXT.Process(target=_leaves_processes_behind, args=(tmp_path,))
+    process.start()
+    until = time.monotonic() + 8
+    while process.exitcode is None and time.monotonic() < until:
+        time.sleep(0.05)
+    left = [int(line) for line in (tmp_path / "processes").read_text().split()]
+    alive = [pid for pid in left if Path(f"/proc/{pid}").exists()]
+    for pid in [*alive, process.pid] if process.is_alive() else alive:
+        os.kill(pid, signal.SIGKILL)
+    assert process.exitcode == 0 and len(alive) == len(left) == 3
 
 
 def test_crashes_between_contests_that_went_well_are_not_counted_together(workers, lines):
