@@ -41,14 +41,18 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from kernels.harness.checked import lines_of, overlapped_is_green, red_ops
 from kernels.harness.model_cache import FORMS, TimedCache, fill_random, held_positions, place, read_bytes
 from kernels.harness.model_weights import KINDS, SHAPES, in_slabs, made
 from kernels.harness.roofline import environment, measure
+from kernels.packed_matmul import hopper
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.gpu.body import OwnBody
 from kernels.step.gpu.graphs import Graphs, GraphStep
 from kernels.support.errors import kind_and_first_line
 
+OPS = {"int4": "int_matmul", "int8": "w8a8_matmul", "fp8": "w8a8_matmul", "w4a8": "w4a8_matmul"}
+EVERY_STEP = {"step", "kv_decode"}  # ops of the fused steps of all kinds
 WAYS = ("fused", "own", "eager", "compiled", "prompt", "generate")
 READ, WRITTEN = 512, 128  # tokens of `generate`
 STEPS, ROUNDS = 16, 5
@@ -105,10 +109,22 @@ class ModelRun:
         self.bandwidth = measure(self.device, toy=options.toy).bandwidth if options.roofline else None
         about = {"transformers": transformers.__version__, "steps": STEPS, "rounds": self.timing.rounds}
         self.write(environment=environment(self.device), bandwidth=self.bandwidth, **about)
-        first, *others = options.kinds
-        for kinds in [(first, other) for other in others] or [(first,)]:
+        checks = lines_of(options.checked) if options.checked else []
+        with hopper.left_out(bool(options.checked) and not overlapped_is_green(checks)):
+            self._all_kinds([kind for kind in options.kinds if self._sound(kind, red_ops(checks))])
+
+    def _sound(self, kind: str, red: set[str]) -> bool:
+        """Whether no op of the steps of this kind is red; a line says so where one is."""
+        if ops := sorted(red & {OPS.get(kind), *EVERY_STEP}):
+            self.write(kind=kind, error=f"not timed: the checks of {', '.join(ops)} are red")
+        return not ops
+
+    def _all_kinds(self, kinds: list[str]) -> None:
+        options = self.options
+        first, others = kinds[:1], kinds[1:]
+        for pair in [(*first, other) for other in others] or [tuple(first)][: len(first)]:
             if time.monotonic() < self.until:
-                self._hold(kinds)
+                self._hold(pair)
             for context in options.context:
                 for batch in options.batch:
                     self._guarded(self._steps, batch=batch, context=context)
@@ -284,7 +300,8 @@ def _sentence(line: dict[str, Any]) -> str:
         return f"{gpu['name'] if gpu else line['environment']['cpu']}, transformers {line['transformers']}"
     stored = "" if line.get("cache") in (None, "16") else f", {line['cache']} cache"
     way = line.get("way", "") + stored
-    head = f"{line.get('kind', ''):<9} {way:<28} batch {line['batch']:<3} context {line['context']:<6}"
+    where = f"batch {line.get('batch', '-'):<3} context {line.get('context', '-'):<6}"
+    head = f"{line.get('kind', ''):<9} {way:<28} {where}"
     if "error" in line:
         return f"{head} {line['error']}"
     roofline = f"{line['roofline']:.0%} of a copy's rate" if line["roofline"] else ""
@@ -329,6 +346,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="llama-8b")
     of_kinds = f"of stored weights: {', '.join(KINDS)}; each is timed beside the first"
     parser.add_argument("--kinds", default="bfloat16,int4", help=of_kinds)
+    parser.add_argument("--checked", type=Path, help="as for kernels.harness.validate: red ops there are not timed")
     parser.add_argument("--ways", default="fused,own,prompt,generate", help=f"{', '.join(WAYS)}")
     parser.add_argument("--others", default="bfloat16", help="kinds that are also timed in other ways than fused")
     of_caches = f"of the way `fused`: {', '.join(FORMS)}; int4:0.25 holds this share of the positions"

@@ -2,39 +2,51 @@
 # Fifteen minutes on a GPU, in two commands:
 #
 #   kernels/harness/quarter_hour.sh first     nine and a half minutes: checks, methods and replays side by side, then what
-#                                             is timed: the contests that matter most, whole models, training
+#                                             is timed: whole models, the contests that matter most, training
 #   kernels/harness/quarter_hour.sh second    three minutes: compute-sanitizer on the ops that are red, or, if none is,
-#                                             a search for launch configurations of three hot shapes
+#                                             a search for launch configurations of three hot shapes, then ncu of the
+#                                             contest with the smallest speed-up, or, where ncu is missing or refuses,
+#                                             the search for three more shapes
+#
+# Ops whose checks are red, and the kernel `overlapped` until its own checks are green, are not timed.
 #
 # Further flags go to every program: `first --device cpu --toy` under TRITON_INTERPRET=1 tries the same without a GPU.
 # C++ kernels are not built there (WORKBENCH_NATIVE=0). Nothing needs a network. Every part has a limit, and its results
 # are collected every few seconds into at most eight files of $OUT (runs/quarter_hour/out), also when the time is up.
 #
-#   OPS         ops to time, by value           CHECKED     ops to check (all of them)
-#   CHECKS_S, METHODS_S, REPLAYS_S, CONTESTS_S, SPEED_S, MODEL_S, RECOVER_S, GPTQ_S, SECOND_S     seconds of the parts; 0
-#               leaves one out
+#   OPS         ops to time in the first block of contests (CONTESTS_S); the second (EIGHT_BITS_S) is of 8-bit products
+#   CHECKED     ops to check (all of them)
+#   CHECKS_S, METHODS_S, REPLAYS_S, MODEL_S, CONTESTS_S, EIGHT_BITS_S, SPEED_S, RECOVER_S, GPTQ_S, SECOND_S     seconds of
+#               the parts; 0 leaves one out; with CHECKS_S=0, the checks of an earlier first command count
 #   MODEL_FLAGS, ONLY     further flags of kernels.harness.model, and the contests to time, as `validate --only` takes them
 #   RED         second: ops for compute-sanitizer; by default those that were red in the first command
+#   WORK        folder of the parts (runs/quarter_hour)
 #   WORKBENCH_COMMIT    the commit, where the checkout was copied without its history
 set -u
 cd "$(dirname "$0")/../.."
 WHICH=${1:-}
 [ $# -gt 0 ] && shift
-WORK=runs/quarter_hour
+WORK=${WORK:-runs/quarter_hour}
 OUT=${OUT:-$WORK/out}
 CACHE=${TRITON_CACHE_DIR:-$HOME/.triton/cache}
 HOT="int_matmul W4 14336x4096 M=1,int_matmul W4 14336x4096 M=16,int_matmul W4 14336x4096 M=64"
+WARM="int_matmul W4 4096x4096 M=1,int_matmul W4 4096x4096 M=64,int_matmul W4 14336x4096 M=256"
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 export PYTHONPATH="$PWD/.rivals:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$OUT" "$WORK"
 case $WHICH in
-first) rm -rf "$WORK/parts" ;;
+first)
+    for old in "$WORK"/parts/*; do
+        case $old:${CHECKS_S:-110} in */checks:0 | */first-checks.log:0) ;; *) rm -rf "$old" ;; esac
+    done
+    ;;
 second) ;;
 *) echo "say first or second, not '$WHICH'" >&2; exit 2 ;;
 esac
 mkdir -p "$WORK/parts"
 LOG=$WORK/parts/$WHICH.log
 FAILED=$WORK/parts/$WHICH.failed
+CHECKS=$WORK/parts/checks
 # The cache of compiled kernels that an earlier machine sent back, if it was carried here.
 [ -f triton-cache.tar.gz ] && mkdir -p "$CACHE" && tar -xzf triton-cache.tar.gz -C "$CACHE" 2>>"$LOG"
 
@@ -71,16 +83,21 @@ trap 'finish $?' EXIT
 COLLECTOR=$!
 BEGAN=$(date +%s)
 
-part() {  # part NAME SECONDS COMMAND...: under its limit, with its own log; what goes wrong stops nothing
+seconds_so_far() { echo $(($(date +%s) - BEGAN)); }
+
+limited() {  # limited NAME SECONDS COMMAND...: under its limit, with its own log
     name=$1 seconds=$2 log=$WORK/parts/$WHICH-$1.log
     shift 2
     [ "$seconds" -gt 0 ] || return 0
-    echo "== $name, at $(($(date +%s) - BEGAN)) s of the $WHICH command: at most $seconds s" >"$log"
+    echo "== $name, at $(seconds_so_far) s of the $WHICH command: at most $seconds s" >"$log"
     timeout -k 5 "$seconds" "$@" >>"$log" 2>&1
     code=$?
-    echo "== $name ended with $code at $(($(date +%s) - BEGAN)) s" | tee -a "$log"
-    [ $code = 0 ] || touch "$FAILED"
-    return 0
+    echo "== $name ended with $code at $(seconds_so_far) s" | tee -a "$log"
+    return $code
+}
+
+part() {  # part NAME SECONDS COMMAND...: what goes wrong stops nothing
+    limited "$@" || touch "$FAILED"
 }
 
 checks() {  # checks NAME SECONDS FLAGS...: `validate` closes by itself a few seconds before its limit
@@ -90,6 +107,10 @@ checks() {  # checks NAME SECONDS FLAGS...: `validate` closes by itself a few se
         --out "$WORK/parts/$name" "$@"
 }
 PREFIX=
+
+contests() {  # contests NAME SECONDS FLAGS...: nothing is timed that was red in the checks
+    checks "$@" --checked "$CHECKS" ${ONLY:+--only "$ONLY"}
+}
 
 methods() {  # methods SECONDS: every method and policy on a small model on this GPU, in six processes; results as lines
     [ "$1" -gt 0 ] && command -v nvidia-smi >/dev/null || return 0
@@ -114,11 +135,12 @@ first() {
     (large replays "${REPLAYS_S:-0}" replays --rounds 8 --core "$WORK/parts/core" \
         --limit $((${REPLAYS_S:-0} > 50 ? ${REPLAYS_S:-0} - 30 : 20))) & right="$right $!"
     wait $right
-    checks contests "${CONTESTS_S:-150}" --no-checks \
-        --ops "${OPS:-int_matmul,kv_decode,w8a8_matmul,w4a8_matmul,lut_matmul}" ${ONLY:+--only "$ONLY"} "$@"
+    part model "${MODEL_S:-200}" "$PYTHON" -m kernels.harness.model --out "$WORK/parts/model.jsonl" --checked "$CHECKS" \
+        --kinds bfloat16,int4,int8,fp8 --ways fused,own \
+        --budget $((${MODEL_S:-200} > 20 ? ${MODEL_S:-200} - 15 : 5)) ${MODEL_FLAGS:-} "$@"
+    contests contests "${CONTESTS_S:-130}" --ops "${OPS:-int_matmul,kv_decode}" "$@"
+    contests eight-bits "${EIGHT_BITS_S:-70}" --ops w8a8_matmul,w4a8_matmul --tokens 1,64,256,2048 "$@"
     large speed "${SPEED_S:-0}" speed --limit $((${SPEED_S:-0} > 20 ? ${SPEED_S:-0} - 10 : 10))
-    part model "${MODEL_S:-205}" "$PYTHON" -m kernels.harness.model --out "$WORK/parts/model.jsonl" \
-        --budget $((${MODEL_S:-205} > 20 ? ${MODEL_S:-205} - 15 : 5)) ${MODEL_FLAGS:-} "$@"
     large recover "${RECOVER_S:-0}" recover --shape llama-1b
     large gptq "${GPTQ_S:-0}" gptq
 }
@@ -132,8 +154,19 @@ second() {
             checks "$tool" $((${SECOND_S:-170} / 2)) --checks-only --ops "$RED" "$@"
         done
     else
-        checks tune "${SECOND_S:-170}" --no-checks --tune --ops int_matmul --only "$HOT" "$@"
+        checks tune $((${SECOND_S:-170} * 2 / 3)) --checked "$CHECKS" --tune --ops int_matmul --only "$HOT" "$@"
+        profiled $((${SECOND_S:-170} - $(seconds_so_far) - 5)) && return
+        left=$((${SECOND_S:-170} - $(seconds_so_far)))
+        [ $left -lt 10 ] || checks more $left --checked "$CHECKS" --tune --ops int_matmul --only "$WARM" "$@"
     fi
+}
+
+profiled() {  # profiled SECONDS: what ncu says of the contest with the smallest speed-up; false if it profiled nothing
+    ncu=$(command -v ncu || echo /usr/local/cuda/bin/ncu)
+    [ -x "$ncu" ] && [ "$1" -gt 0 ] || return 1
+    limited ncu "$1" "$ncu" --set full --profile-from-start off --launch-count 8 \
+        "$PYTHON" -m kernels.harness.worst "$WORK/parts/contests" "$WORK/parts/eight-bits"
+    grep -q '==PROF== Profiling.* passes' "$WORK/parts/second-ncu.log" 2>/dev/null
 }
 
 rm -f "$FAILED"

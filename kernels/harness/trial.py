@@ -146,10 +146,10 @@ def contests(
             continue
         contest = goals_here(contest, device)
         if log.left() <= (time.monotonic() - began) / max(done, 1):  # average time to make and to time one
-            log.write("contest", index=index, **_row(contest, "skipped: budget"), rest=True)
+            log.write("contest", index=index, **row_of(contest, "skipped: budget"), rest=True)
             log.end(index, pending)
             return
-        log.write("begin", index=index, **_row(contest, ""))
+        log.write("begin", index=index, **row_of(contest, ""))
         try:
             key = (contest.op, contest.tune_key or "")
             if tune and contest.tune_key and contest.candidates and key not in tuned:
@@ -163,7 +163,7 @@ def contests(
                 _keep(contest, tuned[key], log, device, folder, seconds=row["seconds"])
                 print(f"{contest.op} {contest.tune_key}: {best} is recorded", flush=True)
         except Exception as error:
-            row = _row(contest, f"error: {kind_and_first_line(error)}")
+            row = row_of(contest, f"error: {kind_and_first_line(error)}")
         log.write("contest", index=index, **row)
         print(sentence(row), flush=True)
         done += 1
@@ -208,7 +208,7 @@ def measure(
     verdict = verify(contest, device)
     checked = {"unsound": verdict.red, "unchecked": list(verdict.unchecked)}
     if contest.ours in verdict.red and not time_red:
-        return {**_row(contest, f"not timed: red here: {verdict.red[contest.ours]}"), **checked}
+        return {**row_of(contest, f"not timed: red here: {verdict.red[contest.ours]}"), **checked}
     named = [name for name in (contest.baseline, *contest.rivals) if name not in verdict.red]
     took = time_in_turns(
         {name: call for name, call in contest.contestants.items() if time_red or name not in verdict.red},
@@ -228,7 +228,7 @@ def measure(
     others = {n: s for n, s in seconds.items() if s is not None and n != contest.ours and n not in verdict.red}
     least, bound = least_seconds(contest, ceilings) if ceilings else (None, None)
     return {
-        **_row(contest, _status(contest, ours, took[contest.ours].note, verdict)),
+        **row_of(contest, _status(contest, ours, took[contest.ours].note, verdict)),
         **checked,
         "baseline": fastest,
         "seconds": seconds,
@@ -377,7 +377,7 @@ def _numbered(
                 contest = None
             if contest is None:
                 del made[op]
-            elif asked.wants(name_of(_row(contest, ""))):
+            elif asked.wants(name_of(row_of(contest, ""))):
                 yield index, contest, ",".join(made)
             del contest  # frees its memory before the next one is made
 
@@ -398,7 +398,7 @@ def bare_row(op: str, status: str, detail: str = "") -> Line:
     return {"op": op, "detail": detail, "status": status, **dict.fromkeys(DECLARED), **dict.fromkeys(FOUND), **empty}
 
 
-def _row(contest: Contest, status: str) -> Line:
+def row_of(contest: Contest, status: str) -> Line:
     return {**bare_row(contest.op, status, contest.detail), **{name: getattr(contest, name) for name in DECLARED}}
 
 

@@ -6,8 +6,9 @@ not with --checks-only), runs the checks of every op (not with --no-checks; outp
 runs twice and must give equal bits), searches launch configurations (only with --tune), and times the contests. Each
 contest first compares the output of every contestant with the right result at that shape and in that configuration.
 Contestants with wrong outputs are not timed; --time-red times them too, and the row then says that it is unsound. A red
-check elsewhere marks the rows of its op. That a kernel is right before it has a speed is the rule of MultiKernelBench
-(arXiv:2507.17773); nothing else of that benchmark, whose kernels are written by language models, is here.
+check elsewhere marks the rows of its op. With --checked DIR, the checks are those of an earlier run, and an op that was
+red there is not timed. That a kernel is right before it has a speed is the rule of MultiKernelBench (arXiv:2507.17773);
+nothing else of that benchmark, whose kernels are written by language models, is here.
 
 The checks of all ops are dealt out to as many processes as there are cores. All contests run in one process, and the
 ops take turns, the first contests of all of them first. When a process crashes or hangs, that is recorded and a new
@@ -21,7 +22,8 @@ table.txt, <gpu>.json (configurations found, also in kernels/tuned) and record.j
     schema_version
     run          started, duration_s, phases_s {phase: seconds}, budget_s, command, device, ops, shapes, tokens, dtype,
                  only, toy, tuned, checks_only, no_checks, time_red, meaningful (false in Triton's interpreter and for
-                 toy sizes, where times are meaningless)
+                 toy sizes, where times are meaningless), left_out (true: products did without `overlapped`, because its
+                 own checks are not green)
     environment  python, torch, triton (null: none), cuda, system, cpu, cpu_capability, cores, threads, commit, dirty,
                  gpu: null or {name, capability, sms, l2_bytes, memory_bytes, shared_memory_bytes, driver}
     ceilings     null or {bandwidth [bytes/s of a copy], read (the same of reading alone; null: not measured apart),
@@ -69,11 +71,12 @@ from typing import Any
 
 import torch
 
-from kernels.harness import roofline, trial
+from kernels.harness import checked, roofline, trial
 from kernels.harness.jobs import TrialJob, Workers
 from kernels.harness.table import summary, table
 from kernels.harness.trial import Line
 from kernels.interpreter import interpreting
+from kernels.packed_matmul import hopper
 from kernels.support import declarations
 from kernels.support.files import write_whole
 
@@ -98,6 +101,7 @@ class Validation:
         self.left: list[TrialJob] = []
         self.phases: dict[str, float] = {}
         self.environment: Line | None = None
+        self.checked = checked.lines_of(options.checked) if options.checked else []
         options.out.mkdir(parents=True, exist_ok=True)
         self.lines: list[Line] = []
         self.file = options.out / "rows.jsonl"
@@ -164,6 +168,7 @@ class Validation:
                 "checks_only": options.checks_only,
                 "no_checks": options.no_checks,
                 "time_red": options.time_red,
+                "left_out": self._left_out(),
                 "meaningful": not (interpreting() or options.toy),
             },
             "environment": machine.get("environment") or self.environment or roofline.environment(torch.device("cpu")),
@@ -190,7 +195,8 @@ class Validation:
         ops = self._sound(list(self.options.ops)) if phase in ("warm", "contests") else list(self.options.ops)
         known = [line for line in self.lines if line["kind"] in ("ceilings", "tuned")]
         threads = max(1, (os.cpu_count() or 1) // self.count)  # of parallel processes: waiting threads occupy cores
-        work = partial(_work, self.options, ops, known, threads if phase in ("checks", "warm") else 0)
+        leave = phase in ("warm", "contests") and self._left_out()
+        work = partial(_work, self.options, ops, known, threads if phase in ("checks", "warm") else 0, leave)
         workers = Workers(work, self.count, self.note, self.options.out / "log.txt", self.save)
         left = workers.run(jobs, until, alone=phase in ("ceilings", "contests"))
         self.left += left if phase != "warm" else []  # not worth another try
@@ -209,17 +215,23 @@ class Validation:
     def _unsound(self, lines: list[Line]) -> dict[str, str]:
         """Op -> why it must not be timed."""
         if self.options.no_checks:
-            return {}
-        checked = [line for line in lines if line["kind"] == "check"]
-        none = set(self.options.ops) - {line["op"] for line in checked}
+            return dict.fromkeys(checked.red_ops(self.checked), "not timed: its checks are red")
+        checks = [line for line in lines if line["kind"] == "check"]
+        none = set(self.options.ops) - {line["op"] for line in checks}
         late = [job for job in self.left if job.phase == "checks"]
         none -= {op for job in late for op in (job.pending.split(",") if job.pending else none)}
-        unmade = {line["op"] for line in checked if line["index"] < 0}
+        unmade = {line["op"] for line in checks if line["index"] < 0}
         why = (
             (none, "not timed: no checks"),
             (unmade, "not timed: its checks could not be made"),
         )
         return {op: reason for ops, reason in why for op in ops}
+
+    def _left_out(self) -> bool:
+        """Whether `overlapped`, which can hang, must not be timed: its own checks, here or earlier, are not green."""
+        if self.options.device != "cuda" or (self.options.no_checks and not self.options.checked):
+            return False  # without checks, its outputs at each shape decide, as for all contestants
+        return not checked.overlapped_is_green(self.checked if self.options.checked else self.lines)
 
     def _untimed(self, lines: list[Line]) -> list[Line]:
         """A row for each op whose contests were not run."""
@@ -246,16 +258,21 @@ def _latest(lines: list[Line], kind: str, *by: str) -> list[Line]:
 
 
 def _work(
-    options: argparse.Namespace, ops: list[str], known: list[Line], threads: int, job: TrialJob, until: float,
-    send: Callable[[Line], None],
+    options: argparse.Namespace, ops: list[str], known: list[Line], threads: int, leave: bool, job: TrialJob,
+    until: float, send: Callable[[Line], None],
 ) -> None:  # fmt: skip
-    """The work of a process that `Workers` started; `known` are lines of processes before."""
+    """The work of a process that `Workers` started.
+
+    Args:
+        known: lines of processes before.
+        leave: whether products do without `overlapped`.
+    """
     device, log, part = torch.device(options.device), trial.Log(send, job.phase, until), (job.part, job.of)
     if threads and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads)
     torch.manual_seed(time.time_ns() % 2**31)  # fresh inputs, where an op does not seed its own
     try:
-        with torch.no_grad():
+        with torch.no_grad(), hopper.left_out(leave):
             if job.phase == "ceilings":
                 print(_machine(log.write("environment", **roofline.environment(device))), flush=True)
                 line = log.write("ceilings", **asdict(roofline.measure(device, toy=options.toy)))
@@ -267,11 +284,11 @@ def _work(
             elif job.phase == "checks":
                 trial.checks(log, ops, device, part, job.start)
             elif job.phase == "warm":
-                trial.warm(log, ops, device, options.toy, part, options.tune, _asked(options))
+                trial.warm(log, ops, device, options.toy, part, options.tune, asked_sizes(options))
             else:
                 tuned = {(x["op"], x["key"]): x["configuration"] for x in known if x["kind"] == "tuned"}
                 ceilings = trial.ceilings_in(known)
-                how = {"asked": _asked(options), "time_red": options.time_red, "tuned": tuned}
+                how = {"asked": asked_sizes(options), "time_red": options.time_red, "tuned": tuned}
                 where = job.start, ceilings, options.out
                 trial.contests(log, ops, device, options.toy, *where, tune=options.tune, **how)
     except trial.Broken as error:
@@ -300,7 +317,7 @@ def _machine(environment: Line) -> str:
     return f"{where}\n{versions} {commit}{warning}"
 
 
-def _asked(options: argparse.Namespace) -> declarations.TimedSizes:
+def asked_sizes(options: argparse.Namespace) -> declarations.TimedSizes:
     """The sizes to time according to the options; ValueError if they cannot be read."""
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",") if shape]
     tokens = [int(number) for number in options.tokens.split(",") if number]
@@ -340,12 +357,18 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--time-red", action="store_true", help="also time kernels that failed a check, as unsound")
     parser.add_argument("--checks-only", action="store_true", help="time nothing")
     parser.add_argument("--no-checks", action="store_true", help="time at once; contests compare their own outputs")
+    parser.add_argument(
+        "--checked",
+        type=Path,
+        help="folder of an earlier run: --no-checks, but nothing is timed whose checks were red there",
+    )
     options = parser.parse_args(arguments)
+    options.no_checks |= options.checked is not None
     options.ops = tuple(dict.fromkeys(op for op in options.ops.split(",") if op))
     if unknown := [op for op in options.ops if op not in declarations.OPS] or (not options.ops and ["nothing"]):
         parser.error(f"`--ops` (={', '.join(unknown)}) must be among {', '.join(declarations.OPS)}")
     try:
-        _asked(options)
+        asked_sizes(options)
     except ValueError:
         parser.error(
             f"`--shapes` (={options.shapes}) and `--tokens` (={options.tokens}) must look like 4096x4096,64x64 and 1,16"

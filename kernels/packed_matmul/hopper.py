@@ -1,5 +1,7 @@
 """The inputs that the kernel of overlapped.py supports, and its launch."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 import torch
@@ -11,6 +13,18 @@ from kernels.tuning import Compilation
 
 TOKENS, ROWS, COLUMNS, WARPS, UNROLLED = (32, 64, 128, 256), 128, 64, 8, 4
 STAGES = {32: 8, 64: 8, 128: 8, 256: 4}  # stages that fit in shared memory, at most 8; a multiple of UNROLLED
+_left_out = False
+
+
+@contextmanager
+def left_out(leave: bool = True) -> Iterator[None]:
+    """While the block runs, no product uses this kernel, not even where it was tuned; with `leave=False`, it may."""
+    global _left_out
+    before, _left_out = _left_out, leave
+    try:
+        yield
+    finally:
+        _left_out = before
 
 
 def takes(w: PackedWeight, dtype: torch.dtype) -> bool:
@@ -25,12 +39,13 @@ def runs(device: torch.device) -> bool:
 
 
 def fits(w: PackedWeight, dtype: torch.dtype) -> bool:
-    """Does it support this weight and activations of this dtype? It needs 4 bits, symmetric or not, with scales that
-    the dtype represents (float16: also bfloat16's, to 6e-8), for groups of whole tiles or for rows."""
+    """Does it support this weight and activations of this dtype, and is it not left out? It needs 4 bits, symmetric or
+    not, with scales that the dtype represents (float16: also bfloat16's, to 6e-8), for groups of whole tiles or for
+    rows, and rows of a multiple of 16 bytes, for TMA."""
     held = {torch.bfloat16: (torch.bfloat16,), torch.float16: (torch.float16, torch.bfloat16)}.get(dtype, ())
     scaled = w.table is None and w.scale is not None and w.scale.dtype in held
     whole = w.group_size % COLUMNS == 0 or w.group_size == w.shape[1]
-    return scaled and w.bits == 4 and whole and w.shape[1] % 32 == 0  # TMA needs rows of a multiple of 16 bytes
+    return not _left_out and scaled and w.bits == 4 and whole and w.shape[1] % 32 == 0
 
 
 def plans(w: PackedWeight, tokens: int) -> list[dict]:

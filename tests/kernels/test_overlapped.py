@@ -28,6 +28,10 @@ def test_overlapped_weights_and_when_tuning_tries_it():
         assert not hopper.fits(w._replace(**other), BF16)
     assert hopper.fits(w._replace(scale=w.scale.half()), FP16) and not hopper.fits(w, torch.float32)
     assert not hopper.fits(w._replace(scale=w.scale.half()), BF16), "whose scales it would round"
+    with hopper.left_out():
+        assert not hopper.fits(w, BF16)
+        with hopper.left_out(False):
+            assert hopper.fits(w, BF16)
     for out, tokens in itertools.product((1024, 4096, 14336), (17, 64, 256, 2048)):
         codes = torch.empty(out, 2048, dtype=torch.uint8, device="meta")
         large = PackedWeight(codes, None, None, None, 4, 128, (out, 4096))

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.harness import clock, jobs, roofline, timing, trial, validate
+from kernels.harness import checked, clock, jobs, model, roofline, timing, trial, validate, worst
 from kernels.harness.table import rows_table, table
 from kernels.harness.verify import OpVerdict, verify
 from kernels.support import capture, declarations
@@ -280,7 +280,7 @@ def test_sums_in_place_begin_at_zero():
     total = torch.full((4,), 7.0)
     summing = contest("a", contestants={"ours": lambda i: total.add_(X)}, expected={"ours": lambda found: X.double()})
     assert verify(summing, CPU) == OpVerdict({}, ())
-    twice = iter([X, X, X * 2, X * 2.000001])
+    twice = iter([X.clone(), X.clone(), X * 2, X * 2.000001])  # which become zeros first
     flaky = contest("a", contestants={"ours": lambda i: next(twice)}, expected={"ours": lambda found: X.double() * 2})
     assert "two runs" in verify(flaky, CPU).red["ours"]
 
@@ -716,21 +716,183 @@ def test_results_go_where_the_environment_says(monkeypatch):
     assert validate._options(["--device", "cpu", "--out", "c"]).out == Path("c")
 
 
+SCRIPT = ROOT / "kernels" / "harness" / "quarter_hour.sh"
+STAND_IN = """#!/bin/sh
+printf '%s\\n' "$@" >"$CALLS/$$.part" && mv "$CALLS/$$.part" "$CALLS/$$.call"
+while [ ! -f "$CALLS/$$.end" ]; do sleep 0.05; done
+cat "$CALLS/$$.said"; exit "$(cat "$CALLS/$$.end")"
+"""
+PROGRAMS = {
+    f"kernels.harness.{program.__name__.rpartition('.')[2]}": program.main for program in (validate, model, worst)
+}
+
+
+def quarter_hour(folder, which, answer, *flags, **variables):
+    """Run the script. Instead of starting Python it calls this process, in which everything is imported; `answer`
+    takes the module and its arguments, and returns the exit status. Returns the calls, the log and the exit status."""
+    folder.mkdir(exist_ok=True)
+    executable(folder / "python", STAND_IN)
+    environment = {
+        **os.environ, "PYTHON": str(folder / "python"), "CALLS": str(folder), "WORK": str(folder / "work"),
+        "OUT": str(folder / "out"), "TRITON_CACHE_DIR": str(folder / "none"), "METHODS_S": "0", **variables,
+    }  # fmt: skip
+    script, calls = subprocess.Popen(["sh", str(SCRIPT), which, *flags], env=environment, stdout=subprocess.DEVNULL), []
+    try:
+        while script.poll() is None:
+            for call in folder.glob("*.call"):
+                _, module, *arguments = call.read_text().splitlines()
+                calls.append((module.rpartition(".")[2], arguments))
+                with call.with_suffix(".said").open("w") as said, redirect_stdout(said):
+                    code = answer(module, arguments)
+                call.unlink()
+                call.with_suffix(".end").write_text(str(code))
+            time.sleep(0.02)
+    finally:
+        script.kill()
+    return calls, (folder / "out" / "log.txt").read_text(), script.wait()
+
+
+def executable(file, text):
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    file.chmod(0o755)
+
+
+def value(arguments, flag):
+    return arguments[arguments.index(flag) + 1] if flag in arguments else None
+
+
+def test_a_toy_quarter_of_an_hour(ops, tmp_path, monkeypatch):
+    """The parts of the first command on toy sizes, the model's included; what was red in its checks is not timed."""
+    names = ("int_matmul", "kv_decode", "w8a8_matmul", "w4a8_matmul")
+    monkeypatch.setattr(model, "STEPS", 2)
+    wrong = [lambda n: check(n, "off", lambda impl: X * 2.002)]
+    ops(**{name: op(name, wrong if name == "w8a8_matmul" else [check], [contest]) for name in names})
+    calls, log, status = quarter_hour(
+        tmp_path, "first", lambda module, arguments: PROGRAMS[module](arguments), "--device", "cpu", "--toy",
+        MODEL_FLAGS="--batch 2 --no-roofline",
+    )  # fmt: skip
+    ends = dict(re.findall(r"== (\S+) ended with (\d)", log))
+    assert ends == {"checks": "1", "model": "0", "contests": "0", "eight-bits": "0"} and status == 1
+    assert {"log.txt", "rows.jsonl", "record.json", "table.txt", "model.jsonl"} <= set(os.listdir(tmp_path / "out"))
+    assert len(os.listdir(tmp_path / "out")) <= 8
+    rows = {}
+    for part in ("contests", "eight-bits"):
+        record = json.loads((tmp_path / "work" / "parts" / part / "record.json").read_text())
+        rows |= {row["op"]: row["status"] for row in record["rows"]}
+    assert rows == {**dict.fromkeys(names, "timed"), "w8a8_matmul": "not timed: its checks are red"}
+    lines = map(json.loads, (tmp_path / "out" / "model.jsonl").read_text().splitlines())
+    steps = [(line["kind"], line.get("way"), line.get("error", "")) for line in lines if "kind" in line]
+    red = "not timed: the checks of w8a8_matmul are red"
+    assert steps == [
+        ("bfloat16", "fused graph", ""), ("bfloat16", "own graph", ""), ("int4", "fused graph", ""),
+        ("int8", None, red), ("fp8", None, red),
+    ]  # fmt: skip
+
+
+def test_the_first_command_keeps_within_nine_and_a_half_minutes(tmp_path):
+    calls, log, status = quarter_hour(tmp_path, "first", lambda *_: 0)
+    (checks, model, contests, eight_bits) = (arguments for _, arguments in calls)
+    assert [name for name, _ in calls] == ["validate", "model", "validate", "validate"] and status == 0
+    assert "--checks-only" in checks and value(checks, "--ops") is None
+    assert value(model, "--kinds") == "bfloat16,int4,int8,fp8"
+    assert value(contests, "--ops") == "int_matmul,kv_decode" and value(contests, "--tokens") is None
+    assert value(eight_bits, "--ops") == "w8a8_matmul,w4a8_matmul" and value(eight_bits, "--tokens") == "1,64,256,2048"
+    assert {value(timed, "--checked") for timed in (model, contests, eight_bits)} == {value(checks, "--out")}
+    limits = {name: int(seconds) for name, seconds in re.findall(r"== (\S+), at .*: at most (\d+) s", log)}
+    assert limits["model"] == 200 and limits["contests"] == 130 and limits["eight-bits"] == 70
+    assert sum(limits.values()) + 5 * len(limits) + 15 <= 570, "with killing what does not end, and clocks"
+    calls, _, _ = quarter_hour(tmp_path, "first", lambda *_: 0, CHECKS_S="0", MODEL_S="0", EIGHT_BITS_S="0", ONLY="W4")
+    assert [value(arguments, "--only") for _, arguments in calls] == ["W4"]
+
+
+@pytest.mark.parametrize(("ncu", "programs"), [
+    (None, ["validate", "validate"]), ("echo ==ERROR== ERR_NVGPUCTRPERM", ["validate", "validate"]),
+    ("echo '==PROF== Profiling a: 100% - 8 passes'", ["validate", "worst"]),
+])  # fmt: skip
+def test_the_second_command_tunes_and_profiles_the_worst_or_tunes_more(tmp_path, ncu, programs):
+    if ncu:
+        executable(tmp_path / "bin" / "ncu", f'#!/bin/sh\nwhile [ "$1" != "$PYTHON" ]; do shift; done\n{ncu}\n"$@"\n')
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    calls, log, status = quarter_hour(tmp_path, "second", lambda *_: 0, PATH=path, RED="")
+    if ncu and "ERROR" in ncu:
+        programs = [programs[0], "worst", programs[1]]
+    assert [name for name, _ in calls] == programs and status == 0
+    tuned = [arguments for name, arguments in calls if name == "validate"]
+    assert all("--tune" in arguments and value(arguments, "--checked") for arguments in tuned)
+    assert value(tuned[0], "--only").count("14336x4096") == 3
+    assert len({value(arguments, "--only") for arguments in tuned}) == len(tuned)
+    ends = [int(start) + int(seconds) for start, seconds in re.findall(r"at (\d+) s of .*: at most (\d+) s", log)]
+    assert len(ends) == len(calls) and max(ends) <= 170, "three minutes, with the start and the killing"
+
+
+def test_the_second_command_looks_into_what_was_red(tmp_path):
+    executable(tmp_path / "bin" / "compute-sanitizer", '#!/bin/sh\nwhile [ "$1" != "$PYTHON" ]; do shift; done\n"$@"\n')
+    parts = tmp_path / "work" / "parts"
+    parts.mkdir(parents=True)
+    (parts / "first-checks.log").write_text(
+        "RED  kv_decode: 3 heads (triton): NaN\nRED  kv_decode: 4\nRED  gram W: x\n"
+    )
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    calls, _, _ = quarter_hour(tmp_path, "second", lambda *_: 1, PATH=path)
+    assert [value(arguments, "--ops") for _, arguments in calls] == ["kv_decode"] * 2
+    assert all("--checks-only" in arguments for _, arguments in calls)
+
+
+def test_overlapped_is_timed_only_behind_its_own_green_checks(tmp_path):
+    def line(index, name, green=True, kind="check"):
+        return {"kind": kind, "phase": "checks", "op": "int_matmul", "index": index, "name": name, "green": green}
+
+    own = [line(0, "overlapped, a"), line(1, "overlapped, b"), line(2, "W4")]
+    assert checked.overlapped_is_green(own) and checked.red_ops(own) == set()
+    hung = [own[0], line(1, "overlapped, b", kind="begin"), own[2]]
+    for lines in (
+        [], own[2:], own[:2], own[::2] + hung[1:2], [own[0], line(1, "overlapped, b", False), own[2]], hung,
+        [own[1], own[2], line(0, "overlapped, a", kind="begin")],
+    ):  # fmt: skip
+        assert not checked.overlapped_is_green(lines) and not checked.red_ops(lines)
+    assert checked.red_ops([*own, line(3, "W3", False)]) == {"int_matmul"}
+    flags = ["--device", "cpu", "--ops", "int_matmul", "--out", str(tmp_path)]
+    for more, lines, left_out in ((["--checked", str(tmp_path)], hung, True), (["--checked", str(tmp_path)], own, False),
+                                  (["--no-checks"], hung, False), ([], [], True)):  # fmt: skip
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        options = validate._options([*flags, *more])
+        options.device, options.out = "cuda", tmp_path / "out"
+        assert validate.Validation(options)._left_out() == left_out, more
+
+
+def test_the_row_with_the_smallest_speed_up_is_called_for_a_profiler(ops, tmp_path, capsys):
+    called = []
+
+    def slow(name):
+        calls = {"ours": lambda i: called.append(i) or time.sleep(2e-3), "torch": lambda i: time.sleep(1e-3)}
+        return contest(name, "slow", contestants=calls, copies=5)
+
+    ops(a=op("a", [check], [lambda n: contest(n, pause=1e-3), slow]))
+    assert worst.main([str(tmp_path)]) == 1, "nothing was timed there"
+    run(tmp_path, "--no-checks", "--only", "a slow,a toy")
+    called.clear()
+    assert worst.main([str(tmp_path), str(tmp_path / "none")]) == 0
+    assert "a slow 4x4 M=1: 0." in capsys.readouterr().out and called == [0] * worst.CALLS + [4]
+
+
 @pytest.mark.slow
 def test_a_quarter_of_an_hour_without_a_gpu(tmp_path):
-    """Both commands on toy sizes; where the machine is busy, little is done in the time, and the files come all the same."""
-    script = ROOT / "kernels" / "harness" / "quarter_hour.sh"
+    """Both commands on toy sizes, in processes of their own; where the machine is busy, little is done in the time, and
+    the files come all the same."""
     environment = {
-        **os.environ, "TRITON_INTERPRET": "1", "OUT": str(tmp_path), "CHECKED": "gram", "OPS": "gram,hadamard",
-        "CHECKS_S": "90", "MODEL_S": "0", "CONTESTS_S": "90", "SECOND_S": "60", "PYTHON": sys.executable, "RED": "",
-        "TRITON_CACHE_DIR": str(tmp_path / "none"),
+        **os.environ, "TRITON_INTERPRET": "1", "OUT": str(tmp_path / "out"), "WORK": str(tmp_path / "work"),
+        "CHECKED": "gram", "OPS": "gram,hadamard", "CHECKS_S": "90", "MODEL_S": "120", "CONTESTS_S": "90",
+        "EIGHT_BITS_S": "0", "SECOND_S": "90", "PYTHON": sys.executable, "RED": "",
+        "MODEL_FLAGS": "--batch 1 --no-roofline", "TRITON_CACHE_DIR": str(tmp_path / "none"),
     }  # fmt: skip
     for which in ("first", "second"):
-        subprocess.run(["sh", str(script), which, "--device", "cpu", "--toy"], env=environment, capture_output=True)
-        log = (tmp_path / "log.txt").read_text()
-        assert {"log.txt", "rows.jsonl", "record.json", "table.txt"} <= {file.name for file in tmp_path.iterdir()}
-    assert "== checks ended with 0" in log and "== contests ended with 0" in log and "== tune ended with 0" in log
-    assert len(list(tmp_path.iterdir())) <= 8
+        subprocess.run(["sh", str(SCRIPT), which, "--device", "cpu", "--toy"], env=environment, capture_output=True)
+        log = (tmp_path / "out" / "log.txt").read_text()
+        assert {"log.txt", "rows.jsonl", "record.json", "table.txt"} <= set(os.listdir(tmp_path / "out"))
+    for part in ("checks", "model", "contests", "tune", "more"):
+        assert f"== {part} ended with 0" in log
+    assert len(os.listdir(tmp_path / "out")) <= 8
 
 
 def test_a_machine_with_only_torch_will_do():
