@@ -222,30 +222,6 @@ def test_sizes_grow_by_shares_of_a_power_of_two():
     assert [closer_places(n) for n in (1, 1024, 1025, 9000, 33024)] == [1024, 1024, 2048, 9216, 36864]
 
 
-def test_kinds_that_follow_are_timed_beside_the_first_alone(tmp_path, monkeypatch):
-    """Others have left memory by then."""
-    models, alive, out = {}, {}, tmp_path / "model.jsonl"
-
-    def kept(shape, kind, device):
-        alive[kind] = sorted(name for name, model in models.items() if model() is not None)
-        model = made(shape, kind, device)
-        models[kind] = weakref.ref(model)
-        return model
-
-    monkeypatch.setattr("kernels.harness.model.made", kept)
-    monkeypatch.setattr("kernels.harness.model.STEPS", 2)
-    main(["--toy", "--device", "cpu", "--then", "int8,fp8", "--ways", "fused,own", "--batch", "1", "--no-roofline", "--out",
-          str(out)])  # fmt: skip
-    lines = [line for line in map(json.loads, out.read_text().splitlines()) if "way" in line]
-    found = [(line["kind"], line["way"], line["turns"]) for line in lines]
-    assert found == [
-        ("bfloat16", "fused graph", ["bfloat16", "int4"]), ("bfloat16", "own graph", ["bfloat16", "int4"]),
-        ("int4", "fused graph", ["bfloat16", "int4"]),
-        *((kind, "fused graph", ["bfloat16", then]) for then in ("int8", "fp8") for kind in ("bfloat16", then)),
-    ]  # fmt: skip
-    assert alive == {"bfloat16": [], "int4": ["bfloat16"], "int8": ["bfloat16"], "fp8": ["bfloat16"]}
-
-
 def test_timed_steps_read_what_is_stored(tmp_path):
     """In each form, also behind an eviction, the logits are the model's own for the same keys and values; fewer bits and
     fewer positions take fewer bytes."""
