@@ -10,6 +10,7 @@ import hashlib
 import os
 import subprocess
 import tempfile
+import time
 import traceback
 import types
 from collections.abc import Iterator
@@ -80,6 +81,7 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 """
 
 _waits: list[str] | None = None
+_launched = 0  # operations of the GPU so far
 
 
 class OnGPU(torch.Tensor):
@@ -162,6 +164,23 @@ def _numbered(value: Any) -> Any:
     return GPU if named and torch.device(value).type == "cuda" else value
 
 
+class _Event:
+    """A mark in the work of the GPU. The host waits for it if nothing else was launched since."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._launched, self._at = 0, 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._launched, self._at = _launched, time.perf_counter()
+
+    def synchronize(self) -> None:
+        if self._launched == _launched:
+            _wait("Event.synchronize")
+
+    def elapsed_time(self, later: "_Event") -> float:
+        return (later._at - self._at) * 1000
+
+
 class _Generator(torch.Generator):
     """A generator of random numbers, whose numbers are those of the CPU wherever it lies."""
 
@@ -173,6 +192,7 @@ class _Generator(torch.Generator):
 
 def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """An operation on the tensors behind those of the GPU, if a GPU would do it."""
+    global _launched
     name = func._schema.name
     if name == "prim::device":
         return GPU
@@ -185,7 +205,9 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not there and not on_gpu:
         return func(*args, **kwargs)
     _check(func, name, args, there, here)
-    if name in WAITS or (name in COPIES and there and (here or not on_gpu)) or _counts(name, args):
+    _launched += 1
+    late = name == "aten::_to_copy" and kwargs.get("non_blocking") and there  # into memory that is pinned for it
+    if name in WAITS or (name in COPIES and there and (here or not on_gpu) and not late) or _counts(name, args):
         _wait(name)
     elif name in COPIES and not there or (name in SELECTIONS and any(t.dim() for t in here)):
         _wait(f"{name} from the CPU")
@@ -301,13 +323,15 @@ def install() -> None:
         setattr(torch.cuda, name, lambda *_, value=value, **__: value)
     for name in (
         "_lazy_init",
+        "current_stream",
         "set_device",
-        "synchronize",
         "empty_cache",
         "reset_peak_memory_stats",
         "manual_seed_all",
     ):
         setattr(torch.cuda, name, nothing)
+    torch.cuda.Event, torch.cuda.default_generators = _Event, (torch.default_generator,)
+    torch.cuda.synchronize = lambda *_: _wait("synchronize")
     torch.Generator = _Generator
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # a parameter becomes another object
     torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` makes its tensor here and then copies it

@@ -1,5 +1,6 @@
 """Methods, policies, checkpoints and steps of decoding on a GPU that is not there (`tests.pretended`): nothing mixes
-devices, everything lies where it belongs, and a step of decoding does not wait for the device.
+devices, everything lies where it belongs, and neither a step of decoding nor a token of a text waits for
+the device.
 
 A process of its own pretends the GPU: `python -m tests.compress.test_on_a_gpu CHECK:NAME ...` prints a line of JSON for
 each check. On a machine with a GPU, `--real` runs the same there (without the checks of waiting), and `--part 2/6` the
@@ -17,8 +18,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,9 +34,12 @@ from compress.recipe import parse_recipe
 from kernels import trellis_matmul
 from kernels.compiler import compiler
 from kernels.step.gpu import between
+from kernels.step.gpu.accelerate import accelerate_by_graphs
 from kernels.step.gpu.graphs import Graphs, GraphSteps
 from kernels.step.gpu.stored_steps import StoredSteps
+from kernels.step.writing import sampling
 from kernels.step.writing.generate import Calls
+from kernels.step.writing.text import Text
 from tests import pretended
 from tests.architectures import tiny_model
 from tests.pretended import GPU
@@ -61,6 +67,10 @@ GRAPHS = {  # recipes whose steps can be captured, also where a group becomes co
     "rotated": ("llama", "kv_int(bits=4, group_size=32, residual=4, rotate_keys=True, rotate_values=True)"),
     "windows": ("gemma3_text", "kv_int(bits=4, group_size=32, residual=4)"), "padding": ("gemma3_text", ""),
 }  # fmt: skip
+SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
+TEXTS = {  # requests of `generate` whose tokens the host of a GPU reads late
+    "greedy": {}, "sampled": SAMPLED, "from all tokens": {"do_sample": True, "top_k": 0}, "top-p alone": {"do_sample": True, "top_k": 0, "top_p": 0.8},
+}  # fmt: skip
 MIXTURES = {"expert_drop"}  # they need a model with experts, which transformers multiplies by a kernel of real GPUs
 WHOLE = {"distil"}  # they run the whole model where it lies
 WEIGHTS = [name for name, method in METHODS.items() if method.stage != "cache" and name not in OUTSIDE | WHOLE]
@@ -71,10 +81,11 @@ CHECKS_OF = {
     "step": list(STEPS),
     "evicting": ["h2o"],
     "graph": list(GRAPHS),
+    "text": list(TEXTS),
 }
 FAST = [
     "stays:h2o", "passes:gptq", "passes:layer_drop", "step:rtn", "step:quest", "step:h2o", "evicting:h2o",
-    "graph:heads apart",
+    "graph:heads apart", "text:greedy", "text:sampled",
 ]  # fmt: skip
 needs_compiler = pytest.mark.skipif(not compiler(), reason="a C++ compiler tells torch of the pretended GPU")
 
@@ -181,8 +192,44 @@ def graph(name: str) -> None:
         assert [(s.coded, s.length) for s in one.slabs] == [(s.coded, s.length) for s in two.slabs]
 
 
+@torch.no_grad()
+def text(name: str) -> None:
+    """A text that the host reads late has the tokens, and leaves the random numbers, of one that is read token by token;
+    a longer one does not wait more often, and a token that cannot be drawn is an error."""
+    model, ids = tiny_model("llama").to(torch.bfloat16).to(GPU), torch.randint(96, (2, 24), device=GPU)
+    accelerate_by_graphs(model, Graphs(model, capture=not isinstance(ids, pretended.OnGPU)))
+
+    def generated(late: bool, new: int, rows: int = 2, **request: Any) -> tuple[list[list[int]], list, list, list[str]]:
+        torch.manual_seed(1)
+        heard, request = [], {"do_sample": False, "pad_token_id": 0} | TEXTS[name] | request
+        streamer = mock.Mock(spec=["put", "end"], put=lambda tokens: heard.append(tokens.tolist()))
+        at_once = mock.patch.object(Text, "read_late", lambda self: None)
+        with pretended.watched() as waits, nullcontext() if late else at_once:
+            given = {"attention_mask": torch.ones_like(ids[:rows]), "max_new_tokens": new, "streamer": streamer}
+            found = model.generate(ids[:rows], **given, **request)
+        return found[:, 24:].tolist(), heard[1:], torch.rand(1, device=GPU).tolist(), waits
+
+    for rows in (1, 2):
+        tokens = generated(True, 16, rows, eos_token_id=None)[0]
+        ends = {"eos_token_id": [row[place] for row, place in zip(tokens, (7, 4), strict=False)]}
+        late, at_once = (generated(late, 16, rows, **ends)[:3] for late in (True, False))
+        assert late == at_once and len(late[0][0]) <= 8, f"{late} is not {at_once}"
+    without = {"eos_token_id": 95, "suppress_tokens": [95]}
+    late, at_once = ([len(generated(late, new, **without)[-1]) for new in (4, 9)] for late in (True, False))
+    if isinstance(ids, pretended.OnGPU):
+        assert late[0] == late[1] and at_once[1] - at_once[0] >= 5, (
+            f"the host waits {late} times, and {at_once} at once"
+        )
+    drawn = sampling.drawn_unread
+    for new in (3, 6) if TEXTS[name] else ():
+        flags = iter([True, True, False, True, True, True])
+        third = lambda *of, flags=flags: (drawn(*of)[0], torch.tensor(next(flags), device=GPU))  # noqa: E731
+        with mock.patch.object(sampling, "drawn_unread", third), pytest.raises(ValueError, match="not finite"):
+            generated(True, new)
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
-    "stays": stays, "passes": passes, "format": stored, "step": step, "evicting": evicting, "graph": graph,
+    "stays": stays, "passes": passes, "format": stored, "step": step, "evicting": evicting, "graph": graph, "text": text,
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from compress.kv import attach
 from compress.recipe import parse_recipe
 from kernels import native
 from kernels.step.accelerate import accelerate
-from kernels.step.writing import sampling
+from kernels.step.writing import sampling, sampling_on_gpu
 
 pytestmark = pytest.mark.skipif(
     native.why_not() is not None or native.isa(torch.bfloat16) == "portable", reason="no C++ kernels here"
@@ -161,6 +161,7 @@ WARPERS = {
     "top-p of one": [TopPLogitsWarper(0.0)],
     "min-p": [MinPLogitsWarper(0.1)],
     "all": [TemperatureLogitsWarper(1.3), TopKLogitsWarper(50), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)],
+    "some of many ties": [TopKLogitsWarper(20), TopPLogitsWarper(0.98)],
     "at least three": [TopPLogitsWarper(0.05, min_tokens_to_keep=3), MinPLogitsWarper(0.9, min_tokens_to_keep=3)],
     "penalty first": [RepetitionPenaltyLogitsProcessor(1.5), TopKLogitsWarper(9), TemperatureLogitsWarper(0.5)],
 }  # fmt: skip
@@ -178,15 +179,32 @@ def test_the_distribution_is_that_of_transformers(warpers, grain):
     left, tokens = sampling.warped(choice.processors(ids, scores.clone()), choice.warpers)
     found = left.softmax(-1)
     found = found if tokens is None else torch.zeros_like(scores).scatter_(1, tokens, found)
+    weights = sampling_on_gpu.weights_of(choice.processors(ids, scores.clone()), choice.warpers)
+    on_gpu = by_score(weights / weights.sum(-1, keepdim=True), choice.processors(ids, scores.clone()))
+    assert torch.allclose(on_gpu, by_score(expected, choice.processors(ids, scores.clone())), atol=1e-5)
     # Of tokens with equal scores at its border, top-p keeps any: transformers' own choice depends on its sort.
     found, expected = found.sort(-1).values, expected.sort(-1).values
     assert torch.allclose(found, expected, atol=1e-6)
 
 
-def test_tokens_are_drawn_with_their_probabilities():
+def by_score(probabilities, scores):
+    """The probability of all tokens together that have the score of a token of a row: [rows, tokens]."""
+    return (probabilities[:, None] * (scores[:, None] == scores[:, :, None])).sum(-1)
+
+
+def one_by_one(probabilities):
+    return torch.stack([sampling.drawn(probabilities)[:, 0] for _ in range(4000)])
+
+
+def at_once_on_gpu(probabilities):
+    return sampling_on_gpu.drawn_unread(probabilities.log().repeat(4000, 1), [])[0].view(4000, -1)
+
+
+@pytest.mark.parametrize("drawn", [one_by_one, at_once_on_gpu])
+def test_tokens_are_drawn_with_their_probabilities(drawn):
     torch.manual_seed(3)
     probabilities = torch.tensor([[0.0, 0.4, 0.0, 0.1, 0.3, 0.2, 0.0], [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]])
-    draws = torch.stack([sampling.drawn(probabilities)[:, 0] for _ in range(4000)])
+    draws = drawn(probabilities)
     assert bool((draws[:, 1] == 3).all())
     seen = torch.bincount(draws[:, 0], minlength=7)
     expected = 4000 * probabilities[0]
@@ -194,9 +212,18 @@ def test_tokens_are_drawn_with_their_probabilities():
     assert int(seen[~likely].sum()) == 0
     chi_squared = float(((seen - expected)[likely] ** 2 / expected[likely]).sum())
     assert chi_squared < 16.3  # three degrees of freedom, p = 0.001
-    for scores in (torch.full((1, 5), torch.nan), torch.full((1, 5), -torch.inf)):
+
+
+@pytest.mark.parametrize("warpers", ["penalty first", "all", "top-p", "min-p"])
+def test_tokens_that_cannot_be_drawn_are_found(warpers):
+    warpers = [one for one in WARPERS[warpers] if type(one) in sampling.WARPERS]
+    for bad in (torch.full((9,), torch.nan), torch.full((9,), -torch.inf), torch.tensor([torch.nan, *range(8)])):
+        scores = torch.stack([torch.arange(9.0), bad])
         with pytest.raises(ValueError, match="not finite"):
-            sampling.drawn(scores.softmax(-1))
+            sampling.drawn(sampling.warped(scores, warpers)[0].softmax(-1))
+        tokens, finite = sampling_on_gpu.drawn_unread(scores, warpers)
+        assert not finite and bool((tokens < 9).all()), "tokens that the next step can read"
+    assert sampling_on_gpu.drawn_unread(scores[:1], warpers)[1]
 
 
 @torch.no_grad()

@@ -10,6 +10,9 @@ verifies several guessed tokens of one sequence where it gains time. Its logits 
 bit, and a guess is kept only if the same token is then chosen from them, with the same random numbers: the text is the
 one that is written without guesses. With a `rollback` of `accelerate`, guesses of its draft also stay where the model
 loses little on them, so that its texts are approximate.
+
+On a GPU, the host reads a token only after it has launched the step of the next one (`kernels.step.writing.text`),
+unless the caller could tell the difference: by a cache, processors, criteria or hooks of its own.
 """
 
 import copy
@@ -22,11 +25,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import (
-    EosTokenCriteria,
     GenerateDecoderOnlyOutput,
     GenerationConfig,
     GenerationMode,
-    MaxLengthCriteria,
     StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -36,10 +37,10 @@ from kernels.step.recognition.recognise import changes_at
 from kernels.step.writing.drafts import check_positions, check_vocabulary
 from kernels.step.writing.guesses import Draft, DraftPace, Guesser, LookupOrDraft, PromptLookup
 from kernels.step.writing.sampling import SamplingChoice, choice_of
+from kernels.step.writing.text import Text
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # the model's other inputs
-ROOM = 512  # tokens by which the tensor of the text grows
 
 
 def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +75,8 @@ def generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("tokenizer") is None or model.generation_config.stop_strings is not None:
             return own(model, *args, **kwargs)
         kwargs = _stop_strings_as_criterion(config.stop_strings, kwargs)
-    loop = functools.partial(decode, streamer=kwargs.get("streamer"), guesser=guesser)
+    own_cache = kwargs.get("past_key_values") is None
+    loop = functools.partial(decode, streamer=kwargs.get("streamer"), guesser=guesser, drops_cache=own_cache)
     return own(model, *args, **kwargs, custom_generate=loop)
 
 
@@ -166,6 +168,7 @@ def decode(
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
     guesser: Guesser | None = None,
+    drops_cache: bool = False,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Read a prompt and write behind it; takes the place of transformers' `GenerationMixin._sample`, which still writes
@@ -174,6 +177,7 @@ def decode(
     Args:
         input_ids: int64 [batch, tokens], the prompt. model_kwargs: the model's other inputs, such as its cache.
         guesser: guesses tokens that steps verify, where steps can; None: every token takes a step.
+        drops_cache: the cache is not the caller's, so that it is dropped unless it is returned.
 
     Returns:
         int64 [batch, tokens + new]: greedily, the tokens that transformers' loop gives with the same model. Or, as
@@ -201,17 +205,20 @@ def decode(
     returns = config.return_dict_in_generate
     kept = bool(returns and config.output_scores), bool(returns and config.output_logits)
     choice = choice_of(logits_processor, config.do_sample, *kept)
-    text = _Text(input_ids, stopping_criteria, config._pad_token_tensor, streamer)
+    text = Text(input_ids, stopping_criteria, config._pad_token_tensor, streamer)
     several = () if guesser is None else (MOST_IN_SEQUENCE,)
     steps = _steps(model, cache, len(input_ids), mask, positions, *several) or Calls(model, cache, mask, positions)
+    if input_ids.is_cuda and drops_cache and not returns and choice.pure and not isinstance(steps, Calls):
+        text.read_late()
     try:
-        tokens = text.append(choice(text.ids, logits), choice.scores)
+        tokens = text.append(choice(text.ids, logits), choice)
         if guesser is not None and hasattr(steps, "cut"):
             model.acceleration.guessed += _write_by_guesses(text, tokens, steps, choice, guesser)
         while text.continues:
             largest = steps(tokens[:, None])
             chosen = largest[:, 0] if choice.largest and largest is not None else choice(text.ids, steps.logits)
-            tokens = text.append(chosen, choice.scores)
+            tokens = text.append(chosen, choice)
+        text.finish()
     finally:
         steps.finish()
     if streamer is not None:
@@ -222,7 +229,7 @@ def decode(
     return GenerateDecoderOnlyOutput(sequences=text.ids, scores=scores, logits=raw, past_key_values=cache)
 
 
-def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: SamplingChoice, guesser: Guesser) -> int:
+def _write_by_guesses(text: Text, tokens: Tensor, steps: Any, choice: SamplingChoice, guesser: Guesser) -> int:
     """Write the text of one sequence to its end; tokens [1] is its last one. A step reads it and guesses behind it.
     Returns the number of guesses."""
     known, count = text.ids[0].tolist(), 0
@@ -241,7 +248,7 @@ def _write_by_guesses(text: "_Text", tokens: Tensor, steps: Any, choice: Samplin
                 if guesser.rollback and row < len(guessed) and int(chosen) != guessed[row]:
                     loss = choice.loss(text.ids, logits[row : row + 1], guessed[row])
                     chosen = torch.full_like(chosen, guessed[row]) if loss <= guesser.rollback else chosen
-                known.append(int(text.append(chosen, choice.scores)))
+                known.append(int(text.append(chosen, choice)))
                 if not text.continues or row == len(guessed) or known[-1] != guessed[row]:
                     break
                 accepted += 1
@@ -262,63 +269,6 @@ def _steps(
     if mask is None and (positions is None or bool((positions[:, -1] == cache.get_seq_length() - 1).all())):
         return model.acceleration.steps(cache, batch, *several)
     return None if positions is None else model.acceleration.padded_steps(cache, mask, positions)
-
-
-class _Text:
-    """The text of a batch while it is written, and the criteria that end its sequences.
-
-    Attributes:
-        continues: is a sequence not finished yet?
-    """
-
-    def __init__(
-        self, ids: Tensor, criteria: StoppingCriteriaList, pad: Tensor | None, streamer: BaseStreamer | None
-    ) -> None:
-        """ids: int64 [batch, tokens], the prompt. pad: the token that finished sequences are filled with."""
-        self._ids, self._length, self._streamer = ids, ids.shape[1], streamer
-        self._unfinished, self.continues = torch.ones(len(ids), dtype=torch.bool), True
-        self._pad = pad if any(hasattr(one, "eos_token_id") for one in criteria) else None
-        ends = [one for one in criteria if type(one) is EosTokenCriteria]
-        self._last = {int(token) for one in ends for token in one.eos_token_id.flatten()}
-        limits = [one for one in criteria if type(one) is MaxLengthCriteria]
-        self._most = min((one.max_length for one in limits), default=None)
-        self._warned = min((one.max_position_embeddings or 1 << 62 for one in limits), default=1 << 62)
-        self._limits = limits
-        self._others = StoppingCriteriaList(one for one in criteria if one not in ends and one not in limits)
-
-    @property
-    def left(self) -> int:
-        """The number of tokens that the text may still get."""
-        return 1 << 62 if self._most is None else self._most - self._length
-
-    @property
-    def ids(self) -> Tensor:
-        """int64 [batch, tokens], the text so far."""
-        return self._ids[:, : self._length].contiguous()
-
-    def append(self, tokens: Tensor, scores: tuple[Tensor, ...]) -> Tensor:
-        """Add one token per sequence, int64 [batch], or padding where a sequence is finished, and return them."""
-        if self._pad is not None and not bool(self._unfinished.all()):
-            tokens = torch.where(self._unfinished.to(tokens.device), tokens, self._pad)
-        if self._length == self._ids.shape[1]:
-            self._ids = torch.cat([self._ids, self._ids.new_zeros(len(tokens), max(ROOM, self._length // 2))], 1)
-        self._ids[:, self._length] = tokens
-        self._length += 1
-        if self._length == self._warned + 1:  # transformers warns once
-            for limit in self._limits:
-                limit(self.ids, None)
-        if self._last:
-            ended = [token in self._last for token in tokens.tolist()]
-            if any(ended):
-                self._unfinished &= ~torch.tensor(ended)
-        if self._others:
-            self._unfinished = self._unfinished & ~self._others(self.ids, scores or None).cpu()
-        if self._most is not None and self._length >= self._most:
-            self._unfinished = torch.zeros_like(self._unfinished)
-        self.continues = bool(self._unfinished.any())
-        if self._streamer is not None:
-            self._streamer.put(tokens.cpu())
-        return tokens
 
 
 class Calls:

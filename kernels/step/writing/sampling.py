@@ -9,13 +9,22 @@ from torch import Tensor
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
-    MinPLogitsWarper,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+from kernels.step.writing.sampling_on_gpu import WARPERS, drawn_unread
+
+NOT_FINITE = "the next token cannot be drawn: the model's scores are not finite, or no token is left"
+PURE = (  # processors that keep nothing from one token to the next
+    *WARPERS, RepetitionPenaltyLogitsProcessor, MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)  # fmt: skip
 TIES = 32  # tokens that are read behind the k-th, since top-k keeps all that equal it; logits in 16 bits often do
 NUCLEUS = 512  # tokens among which the nucleus of top-p is looked for first
 
@@ -25,13 +34,14 @@ class SamplingChoice:
     """Chooses the next tokens: greedily, or at random after the warpers of transformers.
 
     The usual warpers are applied to the few tokens that top-k or top-p leave, in place of the whole vocabulary; the
-    distribution is that of transformers, ties included, and the random numbers are others. All other processors
-    are called as transformers calls them.
+    distribution is that of transformers, ties included, and the random numbers are others. On a GPU the host reads
+    nothing (`sampling_on_gpu`). All other processors are called as transformers calls them.
 
     Attributes:
         processors: those that get the whole vocabulary, in their order. warpers: those that follow them.
         samples: draw from the distribution; else take the largest. keeps_scores, keeps_logits: keep those of every
             token, in `scores` and `logits`, each float32 [batch, vocabulary].
+        finite: bool [], on a GPU: could the last tokens be drawn? None: they were not drawn on a GPU.
     """
 
     processors: LogitsProcessorList
@@ -41,6 +51,13 @@ class SamplingChoice:
     keeps_logits: bool = False
     scores: tuple[Tensor, ...] = field(default=())
     logits: tuple[Tensor, ...] = field(default=())
+    finite: Tensor | None = None
+
+    @property
+    def pure(self) -> bool:
+        """Does a choice leave nothing behind, so that tokens may be chosen that are dropped later?"""
+        kept = self.keeps_scores or self.keeps_logits
+        return not kept and all(type(processor) in PURE for processor in self.processors)
 
     @property
     def largest(self) -> bool:
@@ -68,6 +85,9 @@ class SamplingChoice:
 
     def drawn_from(self, scores: Tensor) -> Tensor:
         """Tokens drawn from scores [batch, vocabulary] after the warpers, int64 [batch]."""
+        if scores.is_cuda:
+            tokens, self.finite = drawn_unread(scores, self.warpers)
+            return tokens
         left, indices = warped(scores, self.warpers)
         place = drawn(left.softmax(-1))
         return (place if indices is None else indices.gather(1, place))[:, 0]
@@ -150,6 +170,6 @@ def drawn(probabilities: Tensor) -> Tensor:
     up_to = probabilities.double().cumsum(-1)
     total = up_to[:, -1:]
     if not math.isfinite(total.sum()):
-        raise ValueError("the next token cannot be drawn: the model's scores are not finite, or no token is left")
+        raise ValueError(NOT_FINITE)
     at = torch.rand(len(total), 1, dtype=torch.float64, device=total.device) * total
     return torch.searchsorted(up_to, at, right=True).clamp_max(probabilities.shape[1] - 1)
