@@ -19,7 +19,7 @@ from eval.record.measured import Sample
 from eval.record.metrics import Change, metric_table
 from eval.record.rows import typed
 from eval.record.speed import Speed
-from eval.speed.speed import PLAIN, measure_speed, standard_variants
+from eval.speed.speed import BY_COMPILER, BY_GRAPH, PLAIN, measure_speed, standard_variants
 from eval.text.divergence import compare_on_text
 from eval.text.names import text_name
 from eval.text.perplexity import perplexity
@@ -320,7 +320,7 @@ def check_evaluation(
     Args: as in `evaluate`; for `others` the names are enough.
     """
     others = list(others)
-    if taken := {"baseline", "compressed", *PLAIN} & set(others):
+    if taken := {"baseline", "compressed", *PLAIN, BY_GRAPH, BY_COMPILER} & set(others):
         raise ValueError(
             f"`others` (={others}) must not be called {', '.join(sorted(taken))}: these are models of every run"
         )

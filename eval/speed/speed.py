@@ -3,13 +3,13 @@
 Every variant uses the same code: a static cache and the fastest available attention. On a CPU a decoder of a known
 kind, compressed or not, reads its prompt op by op (`kernels.step.forward`) and takes its steps in one call of C++
 (`kernels.step.assemble`). On a GPU all steps, those of the 16-bit baseline too, are replayed from a CUDA graph
-(`kernels.step.gpu`). Otherwise, the pass over the prompt and the decoding step are compiled block by block
-(`eval.speed.regional`), and products of 16-bit linears use the fastest method in a trial (`eval.speed.packing`):
-torch's own products reach a quarter of the memory bandwidth and would be too weak a baseline.
+(`kernels.step.gpu`); the baseline is also timed with torch.compile and eagerly, and the strongest counts. Otherwise,
+the pass over the prompt and the decoding step are compiled block by block (`eval.speed.regional`), and products of
+16-bit linears use the fastest method in a trial (`eval.speed.packing`): torch's own products reach a quarter of the
+memory bandwidth and would be too weak a baseline.
 """
 
 import gc
-import itertools
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +35,7 @@ from eval.speed.regional import NotRegional, RegionalStep, Step, compile_regiona
 from eval.speed.step_parts import time_parts
 from eval.speed.work import work
 from eval.writing.generation import write
-from kernels.clock import clock
+from kernels.clock import Marks, clock
 from kernels.harness.roofline import read_bandwidth
 from kernels.huge_pages import in_huge_pages
 from kernels.linear.prepacked import prepack
@@ -45,6 +45,7 @@ from kernels.step.assemble import NativeStep, native_step
 from kernels.step.cache import static_cache
 from kernels.step.forward import NativePrompt, native_prompt
 from kernels.step.gpu.accelerate import accelerate_by_graphs
+from kernels.step.gpu.compiled import CompiledGraphs
 from kernels.step.gpu.graphs import Graphs
 from kernels.step.recognition.parts import NotNative
 from kernels.step.recognition.recognise import ACCELERATION, knows
@@ -58,7 +59,8 @@ class TimedModel:
     """One contestant: made when it is prepared, and freed when it has been timed.
 
     source: the model from which it is made. make: gives the model to compile and the model to run eagerly; often the
-        same. native: if it is not compiled, use the passes of `kernels.step` if they support the model.
+        same. native: if it is not compiled, use the passes of `kernels.step` if they support the model. whole: on a
+        GPU, torch.compile captures the steps of the whole model, in place of `kernels.step.gpu`.
     """
 
     source: nn.Module
@@ -68,6 +70,7 @@ class TimedModel:
     cache: StaticCache | None = None
     step: Step | None = None
     native: bool = False
+    whole: bool = False
     packing: Packing = field(default_factory=Packing)  # the weights of the compiled step
     dtype: str = ""
     execution: str = "eager"
@@ -87,6 +90,7 @@ class TimedModel:
 
 PHASES = ("prefill", "step", "decode")
 PLAIN = ("bfloat16", "float32")  # variants of the baseline as run by plain transformers
+BY_GRAPH, BY_COMPILER = "baseline by CUDA graph", "baseline by torch.compile"  # on a GPU, if another one is faster
 PLAIN_SHARE, LEAST_TOKENS = 0.25, 4  # of the tokens that the others decode, and their least number
 SLOW, SLOW_ROUNDS = 3.0, 2  # a variant that takes so many times as long as the fastest is timed in so many rounds
 ROOM = 1.5  # free memory needed for another variant, as a multiple of the largest variant's so far
@@ -98,7 +102,8 @@ def standard_variants(
     """Compressed models in bfloat16, and the baseline, if any, in float32, in bfloat16, and in its fastest form.
 
     "baseline" is the strongest: compiled, and on a CPU with the fastest 16-bit products. "float32" and "bfloat16" are
-    the results of plain transformers. Each of `others` is prepared like "compressed".
+    the results of plain transformers. Each of `others` is prepared like "compressed". On a GPU, where which way is the
+    strongest is not known beforehand, the baseline is there in torch.compile, too (`measure_speed` chooses).
     """
 
     def plain(dtype: torch.dtype) -> Callable[[nn.Module], tuple[nn.Module, nn.Module]]:
@@ -108,6 +113,8 @@ def standard_variants(
     if baseline is None:
         return contestants(models, baseline="")
     variants = contestants({"baseline": baseline, **models})
+    if next(baseline.parameters()).is_cuda:
+        variants[BY_COMPILER] = TimedModel(baseline, True, variants["baseline"].make, whole=True)
     return variants | {
         name: TimedModel(baseline, False, plain(getattr(torch, name)), share=PLAIN_SHARE) for name in PLAIN
     }
@@ -138,7 +145,9 @@ def measure_speed(
 ) -> dict[str, Speed]:
     """Time every variant, round by round in turns, after warming each up; the first one twice in each turn.
 
-    If they do not all fit into memory at once, they are timed in groups, the first (the baseline) in every group.
+    If they do not all fit into memory at once, they are timed in groups, the first (the baseline) in every group. If
+    the baseline is there in torch.compile, the result "baseline" is its fastest way of decoding in 16 bits (`execution`
+    says which), and the others have names of their own.
 
     Args:
         prompt_tokens: length of the prompt.
@@ -180,7 +189,18 @@ def measure_speed(
         own = {"new_tokens": variant.decodes(new_tokens), "rounds": min(rounds, len(variant.ttft_s))}
         settings = TimingSettings(**counts | own, groups=groups)
         speeds[name] = _speed(variant, settings, bandwidth, *noise)
-    return speeds
+    return _strongest_as_baseline(speeds) if BY_COMPILER in speeds else speeds
+
+
+def _strongest_as_baseline(speeds: dict[str, Speed]) -> dict[str, Speed]:
+    """The speeds with the baseline's fastest way of decoding in 16 bits as "baseline"; the graph then has another
+    name."""
+    ways = {"baseline": speeds["baseline"], BY_COMPILER: speeds[BY_COMPILER], PLAIN[0]: speeds[PLAIN[0]]}
+    best = max(ways, key=lambda name: ways[name].decode_tokens_per_s)
+    if best == "baseline":
+        return speeds
+    rest = {name: one for name, one in speeds.items() if name != "baseline" and (name != best or name in PLAIN)}
+    return {"baseline": speeds[best], **rest, BY_GRAPH: speeds["baseline"]}
 
 
 def rates_in_turns(
@@ -311,6 +331,8 @@ def clear(variant: TimedModel) -> None:
     if (acceleration := getattr(variant.model, ACCELERATION, None)) is not None:
         acceleration.remove()  # it refers to the step's weights
     variant.step = variant.cache = None
+    if variant.whole:
+        torch._dynamo.reset()  # the compiler keeps graphs with their memory, and gives up on code after a few of them
     variant.packing.tensors.clear()  # the compiler keeps compiled code, which refers to the packing
     variant.packing.weights.clear()
 
@@ -469,7 +491,7 @@ class GraphDecoder:
     def __init__(self, variant: TimedModel, prompt: Step, positions: int, batch: int) -> None:
         self.prompt, self.cache = prompt, variant.cache
         with recording() as self.kernels:
-            self.graphs = Graphs(variant.model)
+            self.graphs = CompiledGraphs(variant.model) if variant.whole else Graphs(variant.model)
             self.step = self.graphs.step(batch, positions)
         for op, used in getattr(prompt, "kernels", {}).items():
             self.kernels.setdefault(op, set()).update(used)
@@ -477,6 +499,8 @@ class GraphDecoder:
     def how(self, dense: int) -> str:
         """A description of how the two are executed; dense: number of weights with fast products in compiled passes."""
         prompt = "compiled prompt" if isinstance(self.prompt, RegionalStep) else "eager prompt"
+        if isinstance(self.graphs, CompiledGraphs):
+            return f"{prompt}; steps by {self.graphs.how}"
         own = f" of the model's own code ({why})" if (why := self.graphs.why_not_fused) else ", fused"
         return f"{prompt}; steps as a CUDA graph{own}" if self.step.captured else f"{prompt}; steps op by op{own}"
 
@@ -523,6 +547,8 @@ def fast_decoder(variant: TimedModel, prompt_tokens: int, batch: int = 1) -> Fas
         try:
             return GraphDecoder(variant, prompt, variant.cache.layers[0].max_cache_len, batch)
         except NotNative as error:
+            if variant.whole:
+                raise NotRegional(str(error)) from error
             reason = str(error)
     if one.device.type == "cpu":
         try:
@@ -559,24 +585,26 @@ def _round(variant: TimedModel, prompt_tokens: int, new_tokens: int, batch: int 
     start = clock(device)
     token = variant.step(prompt, positions)
     ttft = clock(device) - start
-    seconds = []
+    marks = Marks(device)
     for i in range(new_tokens):
-        position = torch.tensor([[prompt_tokens + i]], device=device)
-        start = clock(device)
+        position = torch.full((1, 1), prompt_tokens + i, device=device)
+        marks.mark()
         token = variant.step(token, position)
-        seconds.append(clock(device) - start)
-    return ttft, seconds
+        marks.mark()
+    return ttft, marks.seconds()[::2]
 
 
 class _Stamps(BaseStreamer):
-    """The times at which `generate` gives tokens; the first is the prompt's."""
+    """The times at which `generate` gives tokens, each from the one before; the first is the prompt's."""
+
+    on_device = True  # our own loop need not read a token for it
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.times = device, list[float]()
+        self.marks = Marks(device)
 
     def put(self, value: Tensor) -> None:
         """Called by `generate` with the prompt, and then with the tokens of each step."""
-        self.times.append(clock(self.device))
+        self.marks.mark()
 
     def end(self) -> None:
         """Called by `generate` at the end."""
@@ -587,7 +615,7 @@ def _written(variant: TimedModel, prompt_tokens: int, new_tokens: int, batch: in
     prompt, _ = _prompt(variant, prompt_tokens, batch)
     stamps = _Stamps(prompt.device)
     write(variant.model, prompt, ends=(), new_tokens=new_tokens + 1, streamer=stamps)
-    return [after - before for before, after in itertools.pairwise(stamps.times[1:])]
+    return stamps.marks.seconds()[1:]
 
 
 def serve(variant: TimedModel, prompt_tokens: int, new_tokens: int, batch: int = 1) -> tuple[float, list[float]]:

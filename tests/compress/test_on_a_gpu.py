@@ -1,6 +1,6 @@
 """Methods, policies, checkpoints and steps of decoding on a GPU that is not there (`tests.pretended`): nothing mixes
-devices, everything lies where it belongs, and neither a step of decoding nor a token of a text waits for
-the device.
+devices, everything lies where it belongs, and neither a step of decoding, nor a token of a text, nor one that is timed
+waits for the device.
 
 A process of its own pretends the GPU: `python -m tests.compress.test_on_a_gpu CHECK:NAME ...` prints a line of JSON for
 each check. On a machine with a GPU, `--real` runs the same there (without the checks of waiting), and `--part 2/6` the
@@ -18,7 +18,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +32,8 @@ from compress import METHODS, Result, apply, load_compressed, save_compressed
 from compress.checkpoint.save import SAVE_FORMATS
 from compress.commands import find_components, train_kvzap, train_locret
 from compress.recipe import parse_recipe
+from eval.speed import speed
+from eval.speed.speed import TimedModel, _round, _written, make, make_ready, measure_speed, standard_variants
 from kernels import trellis_matmul
 from kernels.compiler import compiler
 from kernels.step.gpu import between
@@ -71,6 +74,7 @@ SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "mi
 TEXTS = {  # requests of `generate` whose tokens the host of a GPU reads late
     "greedy": {}, "sampled": SAMPLED, "from all tokens": {"do_sample": True, "top_k": 0}, "top-p alone": {"do_sample": True, "top_k": 0, "top_p": 0.8},
 }  # fmt: skip
+TIMED = {"step": _round, "generate": _written}
 MIXTURES = {"expert_drop"}  # they need a model with experts, which transformers multiplies by a kernel of real GPUs
 WHOLE = {"distil"}  # they run the whole model where it lies
 WEIGHTS = [name for name, method in METHODS.items() if method.stage != "cache" and name not in OUTSIDE | WHOLE]
@@ -82,10 +86,12 @@ CHECKS_OF = {
     "evicting": ["h2o"],
     "graph": list(GRAPHS),
     "text": list(TEXTS),
+    "timing": list(TIMED),
+    "ways": ["baseline"],
 }
 FAST = [
     "stays:h2o", "passes:gptq", "passes:layer_drop", "step:rtn", "step:quest", "step:h2o", "evicting:h2o",
-    "graph:heads apart", "text:greedy", "text:sampled",
+    "graph:heads apart", "text:sampled", "timing:step", "timing:generate",
 ]  # fmt: skip
 needs_compiler = pytest.mark.skipif(not compiler(), reason="a C++ compiler tells torch of the pretended GPU")
 
@@ -228,8 +234,46 @@ def text(name: str) -> None:
             generated(True, new)
 
 
+def prepared_variants() -> dict[str, TimedModel]:
+    """What is timed, not compiled, where steps take graphs or what stands for them."""
+    model = tiny_model("llama", num_hidden_layers=1).to(GPU)
+    small = apply(parse_recipe("rtn(bits=4, group_size=16)"), copy.deepcopy(model)).model
+    made = standard_variants(model, small)
+    for one in made.values():
+        one.native, one.compiled = one.compiled, False
+    return made
+
+
+def graphs_of_a_device() -> AbstractContextManager:
+    graphs = partial(Graphs, capture=not isinstance(torch.zeros(1, device=GPU), pretended.OnGPU))
+    return mock.patch.object(speed, "Graphs", graphs)
+
+
+@torch.no_grad()
+def timing(name: str) -> None:
+    """Timing more tokens does not wait more often."""
+    timed, one, waits = TIMED[name], prepared_variants()["baseline"], {}
+    with graphs_of_a_device():
+        make_ready(one, make(one), 8, 8)
+        for new in (3, 8):
+            with pretended.watched() as waits[new]:
+                timed(one, 8, new)
+    assert len(waits[3]) == len(waits[8]), f"the host waits: {waits[8]}"
+
+
+@torch.no_grad()
+def ways(name: str) -> None:
+    """The ways to run the baseline are timed under names of their own."""
+    with graphs_of_a_device(), mock.patch.object(torch, "compile", lambda model, **_: model):
+        found = measure_speed(prepared_variants(), prompt_tokens=8, new_tokens=4, rounds=1)
+    assert found.keys() >= {name, "compressed", "bfloat16", "float32"}
+    executed = {one.execution for key, one in found.items() if key.startswith(name) or key == "bfloat16"}
+    assert len(executed) == 3, f"each way has its name: {executed}"
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "stays": stays, "passes": passes, "format": stored, "step": step, "evicting": evicting, "graph": graph, "text": text,
+    "timing": timing, "ways": ways,
 }  # fmt: skip
 
 

@@ -8,12 +8,16 @@ from transformers import StaticCache
 
 from compress import METHODS, apply
 from eval.record.noise import spread
+from eval.record.speed import Speed, TimingSettings
 from eval.speed import attention, speed
 from eval.speed.attention import fast_attention
-from eval.speed.speed import TimedModel, _round, measure_speed, standard_variants
+from eval.speed.speed import BY_COMPILER, BY_GRAPH, TimedModel, _round, measure_speed, standard_variants
 from kernels import native
 from kernels.linear.onednn import lays_out
 from kernels.step import forward
+from kernels.step.gpu.accelerate import accelerate_by_graphs
+from kernels.step.gpu.compiled import CompiledGraphs
+from kernels.step.recognition.parts import NotNative
 
 
 def greedy(model, prompt, count):
@@ -121,6 +125,37 @@ def test_variants_run_in_turns_and_name_their_kernels(tiny):
             (one.decode_quartiles, one.decode_tokens_per_s), (one.step_quartiles, one.step_tokens_per_s),
         ):  # fmt: skip
             assert 0 < low <= median <= high and one.time_to_first_token_s > 0
+
+
+@pytest.mark.parametrize("rates", [(9, 7, 5), (7, 9, 5), (7, 5, 9)])
+def test_the_fastest_way_of_the_baseline_counts(rates):
+    """Whichever that is; the others keep names that say what they are."""
+    names = ["baseline", BY_COMPILER, "bfloat16", "compressed", "float32"]
+    speeds = {name: Speed(rate, (), 1.0, (), 1.0, "", name, {}, TimingSettings())
+              for name, rate in zip(names, (*rates, 20, 1), strict=True)}  # fmt: skip
+    found = speed._strongest_as_baseline(speeds)
+    assert found["baseline"].decode_tokens_per_s == 9
+    others = {name: one.execution for name, one in found.items() if name != "baseline"}
+    graph = others.pop(BY_GRAPH, found["baseline"].execution)
+    assert graph == "baseline" and all(name == execution for name, execution in others.items())
+    assert {one.execution for one in found.values()} == set(names)
+
+
+@torch.no_grad()
+def test_a_whole_model_in_the_compiler_takes_the_steps_of_its_own_code(tiny, monkeypatch):
+    """`torch.compile` is replaced by what it returns on a GPU: something that is called as the model is."""
+    asked, ids = [], (torch.arange(12)[None] * 5) % 90
+    monkeypatch.setattr(torch, "compile", lambda model, **how: asked.append(how) or (lambda *a, **k: model(*a, **k)))
+    model = tiny("llama")
+    expected = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    graphs = CompiledGraphs(model)
+    accelerate_by_graphs(model, graphs)
+    assert torch.equal(model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None), expected)
+    assert asked == [{"mode": "reduce-overhead", "dynamic": False}] and not model.acceleration.why_not
+    assert graphs.how == 'torch.compile(mode="reduce-overhead")'
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    with pytest.raises(NotNative, match="switched off"):
+        CompiledGraphs(model).step(1, 64)
 
 
 def test_the_first_variant_is_timed_twice_in_every_turn(tiny, monkeypatch):

@@ -753,3 +753,13 @@ def test_a_speed_of_fewer_rounds_is_named():
     assert "“bfloat16”, which is far slower, was timed in 2." in page(made)
     made["speed"]["bfloat16"] = slow
     assert "far slower" not in page(made)
+
+
+def test_another_way_to_run_the_baseline_is_named():
+    """On a GPU the strongest of several ways counts, and the page says how each was executed."""
+    made = make_record()
+    assert "another way" not in page(made)
+    made["speed"]["baseline by torch.compile"] = made["speed"]["baseline"] | {"execution": "torch.compile, in part"}
+    html = page(made)
+    assert "“baseline by torch.compile” is another way to run the same weights" in html
+    assert '<td class="text" style="min-width:11rem">torch.compile, in part</td>' in html
