@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.harness import checked, clock, jobs, model, roofline, timing, trial, validate, worst
+from kernels.harness import checked, jobs, model, roofline, timing, trial, validate, worst
 from kernels.harness.table import rows_table, table
 from kernels.harness.verify import OpVerdict, verify
 from kernels.support import capture, declarations
@@ -682,16 +682,16 @@ def test_a_gpu_is_warm_before_it_is_timed(monkeypatch):
 
 def test_the_clock_is_asked_of_whoever_knows_it(monkeypatch):
     gpu, known = torch.device("cuda", 0), SimpleNamespace(returncode=0, stdout="1755\n")
-    assert clock.sm_clock(CPU) is None
+    assert timing.sm_clock(CPU) is None
     monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1980)
-    assert clock.sm_clock(gpu) == 1980
+    assert timing.sm_clock(gpu) == 1980
     monkeypatch.setattr(torch.cuda, "clock_rate", raises("nvidia-ml-py is not installed"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="7-a"))
     asked = []
-    monkeypatch.setattr(clock.subprocess, "run", lambda command, **_: asked.append(command) or known)
-    assert clock.sm_clock(gpu) == 1755 and asked[0][:3] == ["nvidia-smi", "-i", "GPU-7-a"]
+    monkeypatch.setattr(timing.subprocess, "run", lambda command, **_: asked.append(command) or known)
+    assert timing.sm_clock(gpu) == 1755 and asked[0][:3] == ["nvidia-smi", "-i", "GPU-7-a"]
     known.stdout = "[N/A]"
-    assert clock.sm_clock(gpu) is None
+    assert timing.sm_clock(gpu) is None
 
 
 def test_rows_whose_clock_changed_are_marked():

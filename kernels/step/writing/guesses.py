@@ -12,6 +12,9 @@ with the random numbers that the model will use, so that similar distributions g
 With a `rollback`, texts are approximate: Kim et al., Speculative Decoding with Big Little Decoder, arXiv:2302.07863.
 A guess stays while the large model's loss on it is small. Deviation: where the small model stops and hands over follows
 from the measured gain of another guess (`DraftPace`), and not from a threshold of its probability.
+
+Not here: a draft on a GPU whose guesses a model on a CPU verifies (Dovetail, arXiv:2412.18934), and layers of a draft
+that run at the same time on several GPUs (EasySpec, arXiv:2502.02493).
 """
 
 import statistics
