@@ -272,7 +272,7 @@ def test_papers_say_what_the_ledger_says():
     )
     assert html.count('href="reports/one.html"') == sum(m["command"] == command for m in measured)
     assert html.count('href="../reports/published/') == sum("record" in m for m in measured)
-    assert html.count("the order that the paper claims") == len(LEDGER)
+    assert html.count("the order that the paper claims") == sum(bool(e["measured"]) for e in LEDGER)
     assert 'href="two.html"' in html and 'href="https://arxiv.org/abs/2210.17323"' in html
     for entry in LEDGER:
         assert f'href="../{entry["module"]}"' in html and f'id="{entry["id"]}"' in html
