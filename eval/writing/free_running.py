@@ -108,4 +108,5 @@ def _mean(metric: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _known(metric: str, value: float, stderr: float | None) -> dict[str, float]:
-    return {metric: value} | ({} if stderr is None else {f"{metric}_stderr": stderr})
+    error = {} if stderr is None else {f"{metric}_stderr": stderr if stderr > 1e-12 else 0.0}  # rounding is no error
+    return {metric: value} | error

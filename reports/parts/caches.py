@@ -14,7 +14,7 @@ from eval.record.speed import CacheSpeed, Interval
 FULL, MAIN = "full", "compressed"
 OWN_TEXT = (  # metrics of the texts that are written behind a cache, with headings and scales
     ("free_running_same_tokens", "tokens before a difference", 1),
-    ("guess_acceptance", "% of the full cache's tokens", 100),
+    ("guess_acceptance", "same most likely token, %", 100),
     ("free_running_kl", "KL", 1),
     ("free_running_repetition", "% repeated", 100),
     ("free_running_tokens", "length", 1),
