@@ -27,17 +27,24 @@ class PredictionLoss:
     statistics: tuple[str, ...] = ()
     sample = 0
 
-    def __init__(self, model: nn.Module, batches: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        device: torch.device,
+        expected: list[Tensor] | None = None,
+    ) -> None:
         """
         Args:
             batches: the tokens on which predictions are compared, LongTensors [1, T].
             device: where blocks run, one at a time.
+            expected: the original's logits [batch, T, vocabulary] of each micro-batch; None: those of this model.
         """
         _, self.blocks = find_blocks(model)
         self.model, self.device, self.home = model, device, device_of(self.blocks[0])
         self.probes = block_calls(model, self.blocks, batches)
         self.tail = Tail(model, self.blocks, batches)
-        self.expected = self._predictions(0)
+        self.expected = self._predictions(0) if expected is None else expected
 
     def of(self, index: int, solved: Mapping[str, Solved]) -> float:
         with _in_place(self.model, solved):

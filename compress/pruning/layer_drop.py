@@ -1,5 +1,5 @@
 """Layer dropping (He et al., 2024, arXiv:2406.15786): remove the attention layers, MLPs or blocks that change the
-residual stream least."""
+residual stream, or the predictions, least."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from compress.allocation.predictions import PredictionLoss
+from compress.allocation.sparsity import first_tokens
 from compress.dropped import decoding_error, drop_block, drop_part, parts_of
 from compress.linear import parameter_count, replace
 from compress.method import Method, knob
@@ -24,18 +26,26 @@ from kernels.linear import fast_linear
 from kernels.support.errors import first_line
 
 KINDS = {"attention": ("attention",), "mlp": ("mlp",), "joint": ("attention", "mlp"), "block": ("block",)}
-METRICS = ("cosine", "block_influence")
+METRICS = ("cosine", "block_influence", "output")
 TOKENS = 8  # of the prompt behind which a model decodes with its cache before and after
 EXACT, ROUNDED = 1e-3, 0.1  # allowed share by which logits from the cache differ, in float32 and in 16 bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDrop(Method):
-    """Removes the attention layers, MLPs or whole blocks that change the residual stream least."""
+    """Removes the attention layers, MLPs or whole blocks that change the residual stream, or the predictions, least.
+
+    `metric=output` is the additive criterion of LAPTOP-Diff (arXiv:2404.11098): what the model's output loses without
+    each layer alone, summed over the dropped layers. Of all sets of `count` layers, the one of the least losses has the
+    least sum, so that no program is needed; `compress.search` solves one where parts differ in bytes.
+    Deviation: the loss is KL(original || without), in nats per token, in place of the squared error of the output.
+    """
 
     name: ClassVar[str] = "layer_drop"
     stage: ClassVar[str] = "drop"
-    source: ClassVar[str] = "arXiv:2406.15786, equations 1 to 6; block influence: arXiv:2403.03853, equation 1"
+    source: ClassVar[str] = (
+        "arXiv:2406.15786, equations 1 to 6; block influence: arXiv:2403.03853, equation 1; output: arXiv:2404.11098"
+    )
     needs_calibration: ClassVar[bool] = True
 
     target: str = knob(
@@ -48,9 +58,11 @@ class LayerDrop(Method):
     metric: str = knob(
         "cosine",
         "importance of a layer: 1 - cosine between the residual stream before and after the layer (cosine), or before "
-        "and after the whole block that holds it (block_influence, from ShortGPT); the same for target='block'",
+        "and after the whole block that holds it (block_influence, from ShortGPT; the same for target='block'); or "
+        "what the predictions lose without this layer alone, KL in nats per token (output, from LAPTOP-Diff)",
         choices=METRICS,
     )
+    tokens: int = knob(512, "calibration tokens on which metric='output' compares predictions", range=(1, 1 << 30))
     iterative: bool = knob(False, "measure the importance again after each dropped layer; False: measure it once")
     layers: str = knob(
         "", "numbers of the blocks in which the target is dropped, such as 20, 21, 25; empty: the least important ones"
@@ -111,6 +123,8 @@ class LayerDrop(Method):
             first_block_to_drop(model, depth)
 
     def own_passes(self) -> str:
+        if self.metric == "output":
+            return "what the predictions lose without each layer"
         return "how much each layer turns the residual stream"
 
     def chosen(self) -> list[int]:
@@ -146,18 +160,23 @@ class LayerDrop(Method):
             self._check_decoding(model, prompt, before)
         return records
 
+    @torch.no_grad()
     def _drop(self, model: nn.Module, batches: Sequence[Tensor], device: torch.device) -> list[DropRecord]:
         prefix, blocks = find_blocks(model)
         numbers = list(range(len(blocks)))  # original numbers of the remaining blocks
         count = len(self.chosen()) or self.count
         records: list[DropRecord] = []
         measured: list[DropRecord] = []
+        expected: list[Tensor] | None = None  # predictions of the whole model
+        settings = {"kinds": KINDS[self.target], "prefix": prefix, "numbers": numbers}
         for step in range(count):
-            if step == 0 or self.iterative:
+            if (step == 0 or self.iterative) and self.metric == "output":
+                loss = PredictionLoss(model, first_tokens(batches, self.tokens), device, expected)
+                calls, expected = loss.probes, loss.expected
+                measured = output_losses(loss, **settings)
+            elif step == 0 or self.iterative:
                 calls = block_calls(model, blocks, batches)
-                measured = importance(
-                    blocks, calls, device, kinds=KINDS[self.target], metric=self.metric, prefix=prefix, numbers=numbers
-                )
+                measured = importance(blocks, calls, device, metric=self.metric, **settings)
             if self.layers:
                 least = next(r for r in measured if r.block == self.chosen()[step])
             else:
@@ -248,15 +267,54 @@ def importance(
                 check_residual(block, calls[0], index, device, outputs, there, f"{prefix}.{index}")
             apart = len(there) == 2 and not by_block and set(kinds) != {"block"}
             total, tokens = _turned_by(block, calls, index, device, outputs, apart=apart)
-            named = parts_of(block)
         if by_block or len(there) < 2:  # a block with one part is that part
             total |= dict.fromkeys(there, total["block"])
         number = index if numbers is None else numbers[index]
         for kind in kinds:
             if kind == "block" or kind in there:
-                name = f"{prefix}.{number}" + ("" if kind == "block" else "." + ", ".join(named[kind]))
-                records.append(DropRecord(name=name, kind=kind, block=number, importance=total[kind] / tokens))
+                records.append(_candidate(block, kind, f"{prefix}.{number}", number, total[kind] / tokens, metric))
     return records
+
+
+def output_losses(
+    loss: PredictionLoss, *, kinds: Sequence[str], prefix: str = "", numbers: Sequence[int] | None = None
+) -> list[DropRecord]:
+    """What the predictions lose without each part of each block alone: KL in nats per token; arguments and errors as of
+    `importance`."""
+    records = []
+    with fast_linear():
+        for index, block in enumerate(tqdm(loss.blocks, desc="losses without parts", unit="block")):
+            number = index if numbers is None else numbers[index]
+            with on_device(block, loss.device):
+                own = losses_without(loss, index, kinds, f"{prefix}.{number}")
+                records += [
+                    _candidate(block, k, f"{prefix}.{number}", number, own[k], "output") for k in kinds if k in own
+                ]
+                loss.leave(index)
+    return records
+
+
+def losses_without(loss: PredictionLoss, index: int, kinds: Sequence[str], name: str) -> dict[str, float]:
+    """{kind: the loss without this part of block `index` alone}, for those of the kinds that the block has.
+
+    Args:
+        loss: its probes lie before this block, which is on their device. name: the block's, for errors.
+    """
+    block, call = loss.blocks[index], loss.probes[0]
+    found = {"block": loss.now(index + 1)} if "block" in kinds else {}
+    there = [kind for kind in ("attention", "mlp") if parts_of(block)[kind]]
+    if set(kinds) & set(there):
+        outputs = outputs_of(block, call, index, loss.device)
+        check_residual(block, call, index, loss.device, outputs, there, name)
+        for kind in set(kinds) & set(there):
+            with without(block, [kind], outputs):
+                found[kind] = loss.now(index)
+    return found
+
+
+def _candidate(block: nn.Module, kind: str, name: str, number: int, importance: float, metric: str) -> DropRecord:
+    part = "" if kind == "block" else "." + ", ".join(parts_of(block)[kind])
+    return DropRecord(name=name + part, kind=kind, block=number, importance=importance, metric=metric)
 
 
 def _turned_by(

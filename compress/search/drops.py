@@ -15,7 +15,7 @@ from compress.allocation.program import Choice
 from compress.apply import apply
 from compress.dropped import parts_of
 from compress.linear import sharing_copy
-from compress.pruning.layer_drop import LayerDrop, check_residual, outputs_of, without
+from compress.pruning.layer_drop import LayerDrop, losses_without
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.capture import on_device
 from compress.walk.resume import BlockStore
@@ -88,13 +88,8 @@ def measure_drops(
         for index, block in enumerate(tqdm(blocks, desc="losses without parts", unit="block")):
             kept = store.get(index) if store else None
             own = kept[1] if kept else {}
-            there = [kind for kind in KINDS if parts_of(block)[kind]]
             with on_device(block, device):
-                for kind in [kind for kind in kinds if kind in there and kind not in own]:
-                    outputs = outputs_of(block, loss.probes[0], index, device)
-                    check_residual(block, loss.probes[0], index, device, outputs, there, f"{prefix}.{index}")
-                    with without(block, [kind], outputs):
-                        own[kind] = loss.now(index)
+                own |= losses_without(loss, index, [k for k in kinds if k not in own], f"{prefix}.{index}")
                 if store:
                     store.put(index, {}, own)
                 loss.leave(index)

@@ -64,10 +64,11 @@ class DropRecord:
     """A part of a block that was dropped or made narrower, or a candidate; a row of the record's `drops`.
 
     kind: "attention", "mlp" or "block"; "units", "heads" or "experts" of a part that lost some of these. block: its
-    number in the original model. importance: 1 - cosine of the residual stream before and after, mean over the
-    calibration tokens, at the last measurement; of units and the like the share of their importance that was lost.
-    order: 1 for the part that was dropped first; None: it stays. parameters: the number of parameters that were
-    removed. left, of: the numbers of units, heads or experts that stayed and that there were.
+    number in the original model. importance: at the last measurement, by `metric`, as a mean over the calibration
+    tokens: 1 - cosine of the residual stream before and after ("cosine", "block_influence"; None in older records), or
+    what the predictions lose without it, KL in nats per token ("output"); of units and the like the share of their
+    importance that was lost. order: 1 for the part that was dropped first; None: it stays. parameters: the number of
+    parameters that were removed. left, of: the numbers of units, heads or experts that stayed and that there were.
     """
 
     name: str
@@ -78,6 +79,7 @@ class DropRecord:
     parameters: int | None = 0
     left: int | None = None
     of: int | None = None
+    metric: str | None = None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def figures(layers: Iterable[Any], drops: Iterable[Any]) -> Figures:
     shown = context(typed({"layers": list(layers), "drops": list(drops)}))
     if not shown:
         return Figures("Nothing was set to 0 or dropped.", {})
-    titles = {"importance": "How much each layer changes the residual stream", "sparsity": "Zeros by layer"}
+    titles = {"importance": "Importance of each layer", "sparsity": "Zeros by layer"}
     titles["distortion"] = "Distortion curves"
     return Figures(" ".join(shown["said"]), {title: shown[key] for key, title in titles.items()})
 
@@ -42,6 +42,7 @@ def context(run: RunRecord) -> dict[str, Any]:
     return {
         "said": [*_said_drops(whole), *_said_narrower(drops), *_said_zeros(layers, sparse), *_said_speed(run, sparse)],
         "importance": _importance(whole) if whole else "",
+        "measure": _measure(whole),
         "sparsity": _sparsity(layers) if sparse and not _even(layers) else "",
         "distortion": _distortion(curved) if curved else "",
         "drops": sorted(whole, key=lambda drop: drop.importance or 0.0),
@@ -128,8 +129,20 @@ def _importance(drops: Sequence[DropRecord]) -> str:
             BlockLine("dropped", SECOND, [(block, value) for block, value, order in own if order], "none", 6),
             BlockLine("all", ACCENT, [(block, value) for block, value, _ in own]),
         ]
-    summary = "One minus the cosine of the residual stream before and after each layer, by block, log scale."
-    return plots.by_depth(panels, key="importance", label="1 − cosine", summary=summary)
+    label, _, summary = _measure(drops)
+    return plots.by_depth(panels, key="importance", label=label, summary=f"{summary}, by block, log scale.")
+
+
+def _measure(drops: Sequence[DropRecord]) -> tuple[str, str, str]:
+    """What the importance of the layers is: a label, a caption, and a summary of the figure."""
+    by_output = {drop.metric == "output" for drop in drops}
+    if len(by_output) > 1:
+        return "importance", "The importance of each layer, by the metric of its method", "Importance of each layer"
+    if by_output == {True}:
+        caption = "How much the predictions change without each layer alone: KL from those of the whole model"
+        return "KL, nats per token", caption, "Divergence of the predictions without each layer"
+    caption = "How much each layer changes the residual stream: 1 − cosine between its input and its output"
+    return "1 − cosine", caption, "One minus the cosine of the residual stream before and after each layer"
 
 
 def _sparsity(layers: Sequence[LayerRecord]) -> str:

@@ -1,6 +1,7 @@
 """What is dropped is gone from the function, from the cache and from the disk, and nothing else is."""
 
 import copy
+from itertools import combinations
 
 import pytest
 import torch
@@ -55,6 +56,56 @@ def test_importance_is_the_papers(tiny, tokens):
     influence = importance(blocks, block_calls(model, blocks, tokens()), torch.device("cpu"), metric="block_influence")
     by_block = {r.block: r.importance for r in found if r.kind == "block"}
     assert all(r.importance == pytest.approx(by_block[r.block], rel=1e-5) for r in influence)
+
+
+def sharpened(model):
+    """A model whose predictions are not nearly uniform, so that parts differ in what is lost without them."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.3)
+    return model
+
+
+@torch.no_grad()
+def lost(whole, small, ids) -> float:
+    """KL(whole || small) over all tokens of ids [B, T], in nats per token."""
+    p, q = (model(ids, use_cache=False).logits.float().log_softmax(-1) for model in (whole, small))
+    return (p.exp() * (p - q)).sum(-1).mean().item()
+
+
+@pytest.mark.parametrize("target", ["attention", "mlp", "block"])
+def test_output_losses_are_those_of_models_without_the_part(any_model, tokens, target):
+    """Measured by dropping one part after another, each from the whole model, and running what is left as a whole."""
+    whole = sharpened(any_model)
+    found = apply([DROP(target=target, count=1, metric="output")], copy.deepcopy(whole), tokens()).drops
+    assert len(found) == len(find_blocks(whole)[1]) and {drop.metric for drop in found} == {"output"}
+    for drop in found:
+        small = apply([DROP(target=target, layers=str(drop.block))], copy.deepcopy(whole), tokens()).model
+        assert drop.importance == pytest.approx(lost(whole, small, torch.cat(tokens())), rel=1e-3)
+    assert min(found, key=lambda drop: drop.importance).order == 1
+
+
+def test_the_dropped_layers_have_the_least_sum_of_output_losses(tiny, tokens):
+    """Of all sets of three attention layers or MLPs; and only the named number of tokens is compared."""
+    whole = sharpened(tiny("llama", num_hidden_layers=4))
+    found = apply([DROP(target="joint", count=3, metric="output", tokens=20)], copy.deepcopy(whole), tokens()).drops
+    sums = {names: sum(drop.importance for drop in names) for names in combinations(found, 3)}
+    assert len(sums) == 56 and sum(sums.values()) / 56 > 1.1 * min(sums.values())
+    assert set(min(sums, key=sums.get)) == {drop for drop in found if drop.order}
+    first = torch.cat(tokens())[:1, :20]
+    gone = next(drop for drop in found if drop.kind == "mlp")
+    small = apply([DROP(target="mlp", layers=str(gone.block))], copy.deepcopy(whole), tokens()).model
+    assert gone.importance == pytest.approx(lost(whole, small, first), rel=1e-3)
+
+
+def test_iterative_output_losses_are_from_the_whole_model(tiny, tokens):
+    """The loss of the second layer is that of both together, and the last one's that of the model that is left."""
+    whole = sharpened(tiny("llama", num_hidden_layers=4))
+    for target in ("attention", "block"):
+        result = apply([DROP(target=target, count=2, metric="output", iterative=True)], copy.deepcopy(whole), tokens())
+        second = next(drop for drop in result.drops if drop.order == 2)
+        assert second.importance == pytest.approx(lost(whole, result.model, torch.cat(tokens())), rel=1e-3)
 
 
 @pytest.mark.in_turns
