@@ -74,10 +74,10 @@ def lost(whole, small, ids) -> float:
     return (p.exp() * (p - q)).sum(-1).mean().item()
 
 
-@pytest.mark.parametrize("target", ["attention", "mlp", "block"])
-def test_output_losses_are_those_of_models_without_the_part(any_model, tokens, target):
+@pytest.mark.parametrize("target", ["attention", "block", pytest.param("mlp", marks=pytest.mark.slow)])
+def test_output_losses_are_those_of_models_without_the_part(one_of_each_kind, tokens, target):
     """Measured by dropping one part after another, each from the whole model, and running what is left as a whole."""
-    whole = sharpened(any_model)
+    whole = sharpened(one_of_each_kind)
     found = apply([DROP(target=target, count=1, metric="output")], copy.deepcopy(whole), tokens()).drops
     assert len(found) == len(find_blocks(whole)[1]) and {drop.metric for drop in found} == {"output"}
     for drop in found:

@@ -549,6 +549,10 @@ def test_page_shows_what_was_taken_away():
     assert "save no time here: it decodes 1.02× and reads prompts 1.00×" in slow and "decodes 1.60×" in fast
     quantised = [{**layer, "bits_per_weight": 4.0} for layer in even]
     assert len(said(quantised, decode_tokens_per_s=2.0)["said"]) == 1
+    by_output = [drop | {"metric": "output"} for drop in made["drops"]]
+    assert "1 − cosine between its input" in page(made) and "KL from those" not in page(made)
+    assert "KL from those" in page(made | {"drops": by_output}) and "cosine" not in page(made | {"drops": by_output})
+    assert pruning.context(typed({"drops": [*made["drops"], *by_output]}))["measure"][0] == "importance"
     shown = pruning.figures(made["layers"], made["drops"])._repr_html_()
     assert shown.count("<img") == 3 and "Nothing was set to 0" in pruning.figures([], [])._repr_html_()
 
