@@ -24,6 +24,7 @@ from eval.text.divergence import compare_on_text
 from eval.text.names import text_name
 from eval.text.perplexity import perplexity
 from eval.text.through_cache import remark
+from eval.text.typos import with_typos
 from eval.text.windows import LogitSource, mean_and_stderr, windows
 from eval.writing.free_running import free_running
 from eval.writing.generation import PROMPTS, end_tokens, generate_samples, written_beside
@@ -97,6 +98,7 @@ def evaluate(
     max_windows: int | None = None,
     beginning: Sequence[int] = (),
     bos: str = "once",
+    typos: float = 0.0,
     prompts: Sequence[str] = PROMPTS,
     write_tokens: int = 48,
     speed_prompt_tokens: int | None = None,
@@ -114,6 +116,8 @@ def evaluate(
             metrics (`eval.text.names.text_name`).
         others: further models to score on the same texts (round-to-nearest on the same grid, say).
         window, max_windows, beginning, bos: the division of texts (`eval.text.windows.windows`).
+        typos: share of letters that are typos (`eval.text.typos.corrupted`) in a copy of each text, which is scored,
+            too; 0: there is no copy.
         prompts, write_tokens: greedy generations shown side by side, and the most tokens by which all models continue
             passages of the texts (`eval.writing.free_running`); none with 0 tokens.
         speed_*: see `eval.speed.speed.measure_speed`; with 0 rounds nothing is timed. Unless its length is given, the
@@ -123,13 +127,13 @@ def evaluate(
     Written texts, speed, memory and size are measured on bfloat16 copies, the dtype in which such models are deployed;
     the speed of the baseline is that of the strongest 16-bit baseline.
     """
-    others = others or {}
+    others, scored = others or {}, with_typos(texts, tokenizer, typos)
     if not isinstance(model, nn.Module):
         how = {"window": window, "max_windows": max_windows, "beginning": beginning, "bos": bos}
-        return _evaluate_texts({"compressed": model, **others}, baseline, texts, **how)
+        return _evaluate_texts({"compressed": model, **others}, baseline, scored, **how)
     check_evaluation(
         model,
-        texts,
+        scored,
         window=window,
         max_windows=max_windows,
         bos=bos,
@@ -151,7 +155,7 @@ def evaluate(
         deploy_dtype="bfloat16",
     )
     with recording() as kernels:
-        for corpus, ids in texts.items():
+        for corpus, ids in scored.items():
             _score_text(
                 scores,
                 corpus,

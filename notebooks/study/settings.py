@@ -40,6 +40,10 @@ def check_settings(values: dict[str, Any], defaults: dict[str, Any]) -> None:
         from eval.text.windows import BOS
 
         _among("bos", values["bos"], BOS)
+    if values.get("typos"):
+        from eval.text.typos import check_typos
+
+        check_typos(values["typos"])
     if values.get("max_memory"):
         from kernels.support.units import memory_limit
 

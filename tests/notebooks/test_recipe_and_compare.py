@@ -121,6 +121,7 @@ def test_measures_that_are_not_requested_are_not_made(tmp_path, monkeypatch, run
         ({"tasks": ["sums"], "few_shot": -2}, "`few_shot` (=-2)"),
         ({"task_limit": -1}, "`task_limit` (=-1)"),
         ({"temperatures": [0.5, "hot"]}, "`temperatures`"),
+        ({"typos": 5.0}, "`typos` (=5.0) must be a share of the letters, from 0 to 1"),
         ({"calibrate": "twice"}, "`calibrate` (='twice') must be one of sequential, once"),
     ],
 )
