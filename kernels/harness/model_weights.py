@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class RoundedLinear(nn.Module):
     """A linear with its weight rounded to nearest, in a format of the kernels; the parts of its interface that
     `kernels.step.gpu` reads are those of `compress.linear.CompressedLinear`."""
 
-    bias = transform = None
+    bias = None
 
     def __init__(self, linear: nn.Linear, kind: str) -> None:
         super().__init__()
@@ -95,8 +96,15 @@ class RoundedLinear(nn.Module):
 
     @property
     def parts(self) -> tuple["RoundedLinear", ...]:
-        """The parts whose sum is the weight; none where x is rounded beforehand, so that weights are not joined."""
-        return () if self.kind == "w4a8" else (self,)
+        """The parts whose sum is the weight."""
+        return (self,)
+
+    @property
+    def transform(self) -> SimpleNamespace | None:
+        """The rounding of x before the product, as `compress.transforms.Rounding` describes it; None: the format rounds
+        it, or nothing does."""
+        eight_bits = {"in_integers": True, "bits": 8, "group_size": -1, "step": None, "wide": 0}
+        return SimpleNamespace(**eight_bits) if self.kind == "w4a8" else None
 
     @property
     def nbytes(self) -> int:
