@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from kernels.capability import too_old
 from kernels.interpreter import triton_takes
-from kernels.step.gpu.between import add_norm, gated, turn_and_store
+from kernels.step.codes import Codes, Coding
+from kernels.step.gpu.between import add_norm, add_norm_codes, gated, gated_codes, turn_and_store
 from kernels.step.program import Norm
 from kernels.support.declarations import TOLERANCE, Check, Contest, TimedSizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CODED = {8: 1e-2, 4: 1e-1}  # relative RMS errors allowed where few codes of so many bits differ
 
 
 def checks(device: torch.device) -> list[Check]:
@@ -23,6 +26,10 @@ def checks(device: torch.device) -> list[Check]:
                 found.append(_norms(device, dtype, batch, columns, kind))
         for activation in ("silu", "gelu_tanh", "relu"):
             found.append(_gates(device, dtype, 3, 1100, activation))
+        for coding in _codings(device):
+            for batch, columns, kind in ((3, 100, "norm"), (2, 4096, "sum of a norm, and norm")):
+                found.append(_codes_of_norms(device, dtype, batch, columns, coding, kind))
+            found.append(_codes_of_gates(device, dtype, 3, 1100, coding))
         for batch, heads, kv_heads, channels in ((1, 4, 1, 64), (3, 6, 2, 24), (2, 8, 8, 128)):
             for normed, apart in ((False, False), (True, False), (True, True)):
                 found.append(_turns(device, dtype, batch, heads, kv_heads, channels, normed, apart))
@@ -34,18 +41,27 @@ def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Con
     return iter(())
 
 
-def _check(name: str, dtype: torch.dtype, run: Callable, expected: Callable, device: torch.device) -> Check:
+def _check(
+    name: str, dtype: torch.dtype, run: Callable, expected: Callable, device: torch.device, coding: Coding | None = None
+) -> Check:
+    """coding: of a result; values that differ in their last bit may get neighbouring codes."""
     impls = ("triton",) if triton_takes(device) else ()
     kind = str(dtype).removeprefix("torch.")
-    return Check("step", f"{name}, {kind}", run, expected, max(TOLERANCE[dtype], 2e-6), impls)
+    allowed = max(TOLERANCE[dtype], 2e-6) if coding is None else CODED[coding.bits]
+    return Check("step", f"{name}, {kind}", run, expected, allowed, impls)
+
+
+def _codings(device: torch.device) -> list[Coding]:
+    """Codes in both orders and all types, with a step for each token or one for all."""
+    step = torch.tensor(0.02, device=device)
+    found = [Coding(torch.int8), Coding(torch.int8, 4, even_first=True), Coding(torch.int8, step=step, even_first=True)]
+    if too_old(device, float8=True) is None:
+        found += [Coding(torch.float8_e4m3fn, step=step / 8), Coding(torch.float8_e4m3fn, even_first=True)]
+    return found
 
 
 def _norms(device: torch.device, dtype: torch.dtype, batch: int, columns: int, kind: str) -> Check:
-    residual, wide = torch.randn(batch, columns, device=device), torch.randn(batch, columns + 28, device=device)
-    added = None if kind == "norm" else wide.to(dtype)[:, :columns]  # rows apart, as in a joined product
-    gains = torch.rand(2, columns, device=device) + 0.5
-    after = Norm(gains[0], 1e-6) if kind == "sum of a norm, and norm" else None
-    norm = None if kind == "sum alone" else Norm(gains[1], 1e-5)
+    residual, added, after, norm = _stream(device, dtype, batch, columns, kind)
 
     def run(impl: str) -> tuple[Tensor, ...]:
         stream, y = residual.clone(), torch.zeros(batch, columns, dtype=dtype, device=device)
@@ -53,31 +69,101 @@ def _norms(device: torch.device, dtype: torch.dtype, batch: int, columns: int, k
         return stream, y
 
     def expected() -> tuple[Tensor, ...]:
-        total = residual.double()
-        if added is not None:
-            total = total + (added.double() if after is None else _normed(added.double(), after))
+        total = _sum(residual, added, after)
         return total, torch.zeros_like(total) if norm is None else _normed(total, norm)
 
     return _check(f"{kind}, {batch} x {columns}", dtype, run, expected, device)
 
 
-def _gates(device: torch.device, dtype: torch.dtype, batch: int, inner: int, activation: str) -> Check:
-    both = (2 * torch.randn(batch, 2 * inner, device=device)).to(dtype)
-    gate, up = both.split(inner, -1)
+def _codes_of_norms(
+    device: torch.device, dtype: torch.dtype, batch: int, columns: int, coding: Coding, kind: str
+) -> Check:
+    residual, added, after, norm = _stream(device, dtype, batch, columns, kind)
 
-    def expected() -> Tensor:
-        x = gate.double()
-        x = {
-            "silu": lambda: x / (1 + (-x).exp()),
-            "gelu_tanh": lambda: x / 2 * (1 + ((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()),
-            "relu": lambda: x.clamp(min=0),
-        }[activation]()
-        return x * up.double()
+    def run(impl: str) -> tuple[Tensor, ...]:
+        stream = residual.clone()
+        return stream, _decoded(add_norm_codes(stream, added, after, norm, dtype, coding, impl), coding)
+
+    def expected() -> tuple[Tensor, ...]:
+        total = _sum(residual, added, after)
+        return total, _rounded(_normed(total, norm), dtype, coding)
+
+    return _check(f"{kind}, {batch} x {columns}, to {_name(coding)}", dtype, run, expected, device, coding)
+
+
+def _stream(
+    device: torch.device, dtype: torch.dtype, batch: int, columns: int, kind: str
+) -> tuple[Tensor, Tensor | None, Norm | None, Norm | None]:
+    """The residual stream, what is added, and the two norms."""
+    residual, wide = torch.randn(batch, columns, device=device), torch.randn(batch, columns + 28, device=device)
+    added = None if kind == "norm" else wide.to(dtype)[:, :columns]  # rows apart, as in a joined product
+    gains = torch.rand(2, columns, device=device) + 0.5
+    after = Norm(gains[0], 1e-6) if kind == "sum of a norm, and norm" else None
+    return residual, added, after, None if kind == "sum alone" else Norm(gains[1], 1e-5)
+
+
+def _sum(residual: Tensor, added: Tensor | None, after: Norm | None) -> Tensor:
+    """The residual stream after the sum, in float64."""
+    if added is None:
+        return residual.double()
+    return residual.double() + (added.double() if after is None else _normed(added.double(), after))
+
+
+def _rounded(x: Tensor, dtype: torch.dtype, coding: Coding) -> Tensor:
+    """The values of the codes of x, which is rounded to this dtype first, in float64."""
+    x = x.to(dtype).double()
+    step = x.abs().amax(1, keepdim=True) / coding.largest if coding.step is None else coding.step.double()
+    codes = (x / step).clamp(-coding.largest, coding.largest)
+    return (codes.round() if coding.dtype == torch.int8 else codes.to(coding.dtype).double()) * step
+
+
+def _decoded(codes: Codes, coding: Coding) -> Tensor:
+    values = codes.codes.double() * codes.step
+    return torch.stack(values.chunk(2, 1), 2).flatten(1) if coding.even_first else values
+
+
+def _name(coding: Coding) -> str:
+    kind = f"int{coding.bits}" if coding.dtype == torch.int8 else "fp8"
+    return f"{kind}{'' if coding.step is None else ', static'}{', even first' * coding.even_first}"
+
+
+def _gates(device: torch.device, dtype: torch.dtype, batch: int, inner: int, activation: str) -> Check:
+    gate, up = _halves(device, dtype, batch, inner)
 
     def run(impl: str) -> Tensor:
         return gated(gate, up, activation, impl)
 
+    def expected() -> Tensor:
+        return _gated(gate, up, activation)
+
     return _check(f"{activation} gate, {batch} x {inner}", dtype, run, expected, device)
+
+
+def _codes_of_gates(device: torch.device, dtype: torch.dtype, batch: int, inner: int, coding: Coding) -> Check:
+    gate, up = _halves(device, dtype, batch, inner)
+
+    def run(impl: str) -> Tensor:
+        return _decoded(gated_codes(gate, up, "silu", coding, impl), coding)
+
+    def expected() -> Tensor:
+        return _rounded(_gated(gate, up, "silu"), dtype, coding)
+
+    return _check(f"gate, {batch} x {inner}, to {_name(coding)}", dtype, run, expected, device, coding)
+
+
+def _halves(device: torch.device, dtype: torch.dtype, batch: int, inner: int) -> tuple[Tensor, Tensor]:
+    gate, up = (2 * torch.randn(batch, 2 * inner, device=device)).to(dtype).split(inner, -1)
+    return gate, up
+
+
+def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    x = gate.double()
+    x = {
+        "silu": lambda: x / (1 + (-x).exp()),
+        "gelu_tanh": lambda: x / 2 * (1 + ((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()),
+        "relu": lambda: x.clamp(min=0),
+    }[activation]()
+    return x * up.double()
 
 
 def _turns(

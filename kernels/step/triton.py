@@ -1,4 +1,7 @@
-"""The operations between the products of a decoding step, one launch each: sum and norms, rotation and store, gate."""
+"""The operations between the products of a decoding step, one launch each: sum and norms, rotation and store, gate.
+Norms and gates also round their results to codes."""
+
+from typing import Any
 
 from kernels.interpreter import prepare
 
@@ -9,17 +12,52 @@ import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from kernels.capability import on_its_device  # noqa: E402
+from kernels.step.codes import MOST_GATED, Codes, Coding  # noqa: E402
 from kernels.step.program import ACTIVATIONS, Norm  # noqa: E402
 from kernels.tuning import Compilation  # noqa: E402
+from kernels.w8a8_matmul.triton import encode, magnitude, steps  # noqa: E402
 
 GATED = 1024  # elements of `gated` per program
+NOT_ROUNDED: dict[str, Any] = {"KIND": None, "LARGEST": 0.0, "EVEN_FIRST": False}
+
+
+@triton.jit
+def store_row(
+    v, y, step, fixed, row, start, columns, stride,
+    KIND: tl.constexpr, LARGEST: tl.constexpr, EVEN_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the BLOCK elements v of a row from column `start` on in y [rows, stride]; or, if `step` is not None, the
+    codes of a whole row v, which is rounded to KIND first, and their step.
+
+    v: float32, 0 beyond the last column. fixed: one step of all rows, or None. EVEN_FIRST: codes of the even columns
+    are stored in the first half of the row, those of the odd ones in the second."""
+    j = start + tl.arange(0, BLOCK)
+    if step is None:
+        tl.store(y + row * stride + j, v.to(y.dtype.element_ty), mask=j < columns)
+    else:
+        v = v.to(KIND).to(tl.float32)
+        size, inverse = steps(tl.max(magnitude(v), 0), LARGEST)
+        if fixed is not None:
+            given = tl.load(fixed)
+            size, inverse = given + (size - size), tl.div_rn(1.0, given)  # NaN stays NaN
+        tl.store(step + row, size)
+        code = encode(v * inverse, LARGEST)
+        if EVEN_FIRST:
+            even, odd = tl.split(tl.reshape(code, (BLOCK // 2, 2)))
+            half = tl.arange(0, BLOCK // 2)
+            tl.store(y + row * stride + half, even, mask=half < columns // 2)
+            tl.store(y + row * stride + columns // 2 + half, odd, mask=half < columns // 2)
+        else:
+            tl.store(y + row * stride + j, code, mask=j < columns)
 
 
 @triton.jit
 def add_norm_kernel(
-    residual, added, after, gain, y, columns, added_stride, after_eps, eps, BLOCK: tl.constexpr
+    residual, added, after, gain, y, step, fixed, columns, added_stride, y_stride, after_eps, eps,
+    KIND: tl.constexpr, LARGEST: tl.constexpr, EVEN_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row per program. `added`, `after` and `gain` may be None: nothing is added, or not normalised."""
+    """One row per program. `added`, `after` and `gain` may be None: nothing is added, or not normalised. The arguments
+    from `step` to `fixed`, and from KIND to EVEN_FIRST are those of `store_row`."""
     row, j = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = j < columns
     v = tl.load(residual + row * columns + j, mask=inside, other=0.0)
@@ -33,7 +71,7 @@ def add_norm_kernel(
     if gain is not None:
         inner = tl.load(gain + j, mask=inside, other=0.0)
         v = v * tl.rsqrt(tl.sum(v * v, 0) / columns + eps) * inner
-        tl.store(y + row * columns + j, v.to(y.dtype.element_ty), mask=inside)
+        store_row(v, y, step, fixed, row, 0, columns, y_stride, KIND, LARGEST, EVEN_FIRST, BLOCK)
 
 
 @triton.jit
@@ -82,8 +120,13 @@ def turn_kernel(
 
 
 @triton.jit
-def gate_kernel(gate, up, y, inner, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def gate_kernel(
+    gate, up, y, step, fixed, inner, gate_stride, up_stride, y_stride, ACTIVATION: tl.constexpr, KIND: tl.constexpr,
+    LARGEST: tl.constexpr, EVEN_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK elements of a row per program: for codes, see `store_row`, all of them."""
+    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
+    i = start + tl.arange(0, BLOCK)
     a = tl.load(gate + row * gate_stride + i, mask=i < inner, other=0.0).to(tl.float32)
     b = tl.load(up + row * up_stride + i, mask=i < inner, other=0.0).to(tl.float32)
     if ACTIVATION == 1:
@@ -92,20 +135,38 @@ def gate_kernel(gate, up, y, inner, gate_stride, up_stride, ACTIVATION: tl.const
         a = a * tl.sigmoid(1.5957691216057308 * (a + 0.044715 * a * a * a))
     else:
         a = tl.maximum(a, 0.0)
-    tl.store(y + row * inner + i, (a * b).to(y.dtype.element_ty), mask=i < inner)
+    store_row(a * b, y, step, fixed, row, start, inner, y_stride, KIND, LARGEST, EVEN_FIRST, BLOCK)
 
 
 @on_its_device
-def add_norm(residual: Tensor, added: Tensor | None, after: Norm | None, norm: Norm | None, y: Tensor) -> Tensor:
-    """Like `between.add_norm`."""
+def add_norm(
+    residual: Tensor,
+    added: Tensor | None,
+    after: Norm | None,
+    norm: Norm | None,
+    y: Tensor | Codes,
+    coding: Coding | None = None,
+) -> None:
+    """Like `between.add_norm`; with codes, which are filled, like `between.add_norm_codes`."""
     rows, columns = residual.shape
-    block = triton.next_power_of_2(columns)
+    block, (result, *rounded), constants = triton.next_power_of_2(columns), *_stored(y, coding)
     add_norm_kernel[(rows,)](
-        residual, added, None if after is None else after.weight, None if norm is None else norm.weight, y, columns,
-        0 if added is None else added.stride(0), 0.0 if after is None else after.eps, 0.0 if norm is None else norm.eps,
-        BLOCK=block, num_warps=min(16, max(1, block // 256)),
+        residual, added, None if after is None else after.weight, None if norm is None else norm.weight,
+        result, *rounded, columns, 0 if added is None else added.stride(0), result.stride(0),
+        0.0 if after is None else after.eps, 0.0 if norm is None else norm.eps,
+        **constants, BLOCK=block, num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
-    return y
+
+
+def _stored(
+    y: Tensor | Codes, coding: Coding | None
+) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], dict[str, Any]]:
+    """The arguments of `store_row` from `y` to `fixed`, and its constants."""
+    if isinstance(y, Tensor):
+        return (y, None, None), NOT_ROUNDED
+    kind = getattr(tl, str(y.dtype).removeprefix("torch."))
+    constants = {"KIND": kind, "LARGEST": coding.largest, "EVEN_FIRST": coding.even_first}
+    return (y.codes, y.step, coding.step), constants
 
 
 @on_its_device
@@ -132,41 +193,59 @@ def turn_and_store(
 
 
 @on_its_device
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Like `between.gated`."""
+def gated(gate: Tensor, up: Tensor, activation: str, y: Tensor | Codes, coding: Coding | None = None) -> None:
+    """Like `between.gated`, into y; with codes, which are filled, like `between.gated_codes`."""
     rows, inner = gate.shape
-    y = gate.new_empty(rows, inner)
-    gate_kernel[(rows, triton.cdiv(inner, GATED))](
-        gate, up, y, inner, gate.stride(0), up.stride(0), ACTIVATION=ACTIVATIONS.index(activation), BLOCK=GATED,
-        num_warps=4,
+    block = GATED if coding is None else triton.next_power_of_2(inner)
+    (result, *rounded), constants = _stored(y, coding)
+    gate_kernel[(rows, triton.cdiv(inner, block))](
+        gate, up, result, *rounded, inner, gate.stride(0), up.stride(0), result.stride(0),
+        ACTIVATION=ACTIVATIONS.index(activation), **constants, BLOCK=block, num_warps=warps_of_gate(block),
     )  # fmt: skip
-    return y
+
+
+def warps_of_gate(block: int) -> int:
+    return min(16, max(4, block // 256))
 
 
 def shipped() -> list[Compilation]:
     """The shipped compilations, at the widths of an 8B model."""
     norm = {"residual": "*fp32", "gain": "*fp32", "y": "*bf16"}
-    numbers = {"columns": "i32", "added_stride": "i32", "after_eps": "fp32", "eps": "fp32"}
+    norm |= dict.fromkeys(("columns", "added_stride", "y_stride"), "i32") | {"after_eps": "fp32", "eps": "fp32"}
     turn = dict.fromkeys(("q", "k", "v", "keys", "values", "turned"), "*bf16") | dict.fromkeys(("cos", "sin"), "*fp32")
     strides = ("q_stride", "k_stride", "v_stride")
     turn |= {"length": "*i32", "eps": "fp32"}
     turn |= dict.fromkeys(("heads", "kv_heads", "positions", *strides), "i32")
     no_gains, gains = {"query_gain": None, "key_gain": None}, {"query_gain": "*fp32", "key_gain": "*fp32"}
-    wide, whole = ("columns", "added_stride"), {"BLOCK": 4096}
-    gate = {"gate": "*bf16", "up": "*bf16", "y": "*bf16", "inner": "i32", "gate_stride": "i32", "up_stride": "i32"}
+    added, after = {"added": "*bf16"}, {"after": "*fp32"}
+    wide, whole = ("columns", "added_stride", "y_stride"), {"BLOCK": 4096, "step": None, "fixed": None, **NOT_ROUNDED}
+    gate_strides = ("inner", "gate_stride", "up_stride", "y_stride")
+    gate = dict.fromkeys(("gate", "up", "y"), "*bf16") | dict.fromkeys(gate_strides, "i32")
+    gated = {"ACTIVATION": 1, "step": None, "fixed": None, **NOT_ROUNDED, "BLOCK": GATED}
     heads, here = {"CHANNELS": 128, "HALF": 64}, {"ends": None}
     turn_strides = ("positions", *strides)
-    return [
-        Compilation("step add_norm", add_norm_kernel, {**norm, "added": "*bf16", **numbers}, {**whole, "after": None},
-                    16, 3, wide),
-        Compilation("step add_norm after", add_norm_kernel, {**norm, "added": "*bf16", "after": "*fp32", **numbers},
-                    whole, 16, 3, wide),
-        Compilation("step norm", add_norm_kernel, {**norm, **numbers}, {**whole, "added": None, "after": None}, 16, 3,
-                    wide),
+    found = [
+        Compilation("step add_norm", add_norm_kernel, {**norm, **added}, {**whole, "after": None}, 16, 3, wide),
+        Compilation("step add_norm after", add_norm_kernel, {**norm, **added, **after}, whole, 16, 3, wide),
+        Compilation("step norm", add_norm_kernel, norm, {**whole, "added": None, "after": None}, 16, 3, wide),
         Compilation("step turn", turn_kernel, turn, {**heads, **no_gains, **here}, 1, 3, turn_strides),
         Compilation("step turn normed", turn_kernel, {**turn, **gains}, {**heads, **here}, 1, 3, turn_strides),
         Compilation("step turn apart", turn_kernel, {**turn, "ends": "*i32"}, {**heads, **no_gains}, 1, 3,
                     turn_strides),
-        Compilation("step gate", gate_kernel, gate, {"ACTIVATION": 1, "BLOCK": GATED}, 4, 3,
-                    ("inner", "gate_stride", "up_stride")),
+        Compilation("step gate", gate_kernel, gate, gated, 4, 3, gate_strides),
     ]  # fmt: skip
+    for title, code, largest, even_first in (
+        ("int8", "*i8", 127.0, False), ("fp8", "*fp8e4nv", 448.0, False), ("int8 even first", "*i8", 127.0, True),
+        ("fp8 even first", "*fp8e4nv", 448.0, True), ("int4 even first", "*i8", 7.0, True),
+    ):  # fmt: skip
+        codes = {"y": code, "step": "*fp32"}
+        how = {"KIND": tl.bfloat16, "LARGEST": largest, "EVEN_FIRST": even_first, "fixed": None}
+        row = {"BLOCK": 4096, "after": None, **how}
+        found.append(Compilation(f"step add_norm to {title}", add_norm_kernel, {**norm, **added, **codes}, row, 16, 3,
+                                 wide))  # fmt: skip
+        for inner in (14336, MOST_GATED):
+            block = triton.next_power_of_2(inner)
+            row = {"ACTIVATION": 1, "BLOCK": block, **how}
+            found.append(Compilation(f"step gate {inner} to {title}", gate_kernel, {**gate, **codes}, row,
+                                     warps_of_gate(block), 3, gate_strides))  # fmt: skip
+    return found

@@ -29,6 +29,8 @@ def checks(device: torch.device) -> list[Check]:
     cases = (  # bits, out, in, group, symmetric, tokens, dtype, bits of x, group of x, static
         (4, 48, 512, 128, True, (1,), BF16, 8, None, False),
         (4, 37, 192, 64, True, (3,), FP32, 8, None, True),
+        (4, 37, 192, 64, True, (1,), FP32, 4, None, True),
+        (4, 70, 1536, 128, True, (1,), FP16, 8, None, False),  # sums of three splits
         (4, 64, 256, 64, True, (2, 9), FP16, 4, 128, False),
         (4, 64, 256, 64, True, (67,), FP32, 8, None, False),
         (4, 70, 384, 192, True, (3,), FP32, 4, 64, False),
@@ -84,6 +86,7 @@ def checks(device: torch.device) -> list[Check]:
         found.append(_check(name, x, w, W, 4, x_group, scale, **how))
     for out, columns, group_size, symmetric, tokens, dtype, x_group, static in (
         (48, 512, 128, True, 3, BF16, None, False),
+        (70, 1536, 128, True, 1, BF16, None, False),
         (37, 256, 64, True, 40, FP32, 128, True),
         (131, 384, 192, True, 130, FP16, 64, False),
         (20, 96, 24, False, 5, FP32, None, False),
@@ -93,9 +96,12 @@ def checks(device: torch.device) -> list[Check]:
         scale = (torch.rand(columns // x_group, generator=generator) * 0.01 + 0.002).to(device) if static else None
         name = f"W4 g{group_size} fp8 g{x_group}{' static' * static}, {tokens} x {out} x {columns}"
         found.append(_check(name, x, w, W, 8, x_group, scale, x_float=True))
-    for tokens, group_size, x_group, dtype in ((3, 64, None, BF16), (33, 128, 64, FP32)):
+    float8 = [(3, 64, None, BF16, True)] if too_old(device, float8=True) is None else []
+    for tokens, group_size, x_group, dtype, x_float in (
+        (3, 64, None, BF16, False), (33, 128, 64, FP32, False), (1, 64, None, BF16, False), *float8
+    ):  # fmt: skip
         w, W = integer_weight(generator, 37, 256, 4, group_size, True, device)
-        found.append(_check_codes(generator, device, tokens, w, W, x_group, dtype))
+        found.append(_check_codes(generator, device, tokens, w, W, x_group, dtype, x_float))
     w, W = integer_weight(generator, 48, 256, 4, 64, True, device)
     wide = torch.randn(2 * 256, 11, generator=generator).to(device, BF16).t()[:, ::2]
     found.append(_check("x transposed, every other column", wide, w, W, 8, None, None))
@@ -157,9 +163,11 @@ def _check_codes(
     W: Tensor,
     x_group: int | None,
     dtype: torch.dtype,
+    x_float: bool,
 ) -> Check:
     columns = w.shape[1]
     codes = torch.randint(-127, 128, (tokens, columns), generator=generator).to(device, torch.int8)
+    codes = codes.to(torch.float8_e4m3fn) if x_float else codes
     groups = columns // (x_group or columns)
     step = (torch.rand(tokens, groups, generator=generator) + 0.1).to(device)
 
@@ -170,7 +178,9 @@ def _check_codes(
         return (codes.double() * step.double().repeat_interleave(columns // groups, -1)) @ W.t()
 
     kind = str(dtype).removeprefix("torch.")
-    name = f"given codes, W4 g{w.group_size} A8 g{x_group}, {tokens} x {w.shape[0]} x {columns}, {kind}"
+    name = (
+        f"given {'fp8 ' * x_float}codes, W4 g{w.group_size} A8 g{x_group}, {tokens} x {w.shape[0]} x {columns}, {kind}"
+    )
     return Check("w4a8_matmul", name, run, expected, TOLERANCE[dtype])
 
 

@@ -1,15 +1,17 @@
-"""Products of codes that were made elsewhere, such as by `kernels.hadamard.codes`, with an integer-quantised weight."""
+"""Products of codes that were made elsewhere, such as by `kernels.hadamard.codes` or by a step's norms, with an
+integer-quantised weight."""
 
 import torch
 from torch import Tensor
 
-from kernels.capability import described
+from kernels.capability import described, too_old
 from kernels.int_matmul import Packed
 from kernels.interpreter import triton_takes
 from kernels.lut_matmul import Codebook
 from kernels.registry import ran
 from kernels.w4a8_matmul import reference
 from kernels.w4a8_matmul.groups import check_groups, triton_reads
+from kernels.w8a8_matmul.layout import LARGEST
 
 
 def w4a8_codes_matmul(
@@ -18,12 +20,12 @@ def w4a8_codes_matmul(
     """The product of `w4a8_matmul` for activations whose codes and steps are already known.
 
     Args:
-        codes: int8 [..., in], codes of the even columns first, then of the odd ones.
+        codes: int8 or float8_e4m3fn [..., in], codes of the even columns first, then of the odd ones.
         step: float32 [..., groups], one step for each group of columns of equal width, in the original column order.
         w: [out, in], as in `w4a8_matmul`.
         dtype: of the result.
         impl: "reference", "triton" (rows, with symmetric 4-bit codes; CUDA, or the interpreter) or "auto": "triton" on
-            CUDA if it supports the weight, else "reference".
+            CUDA if it supports the weight and the type of the codes, else "reference".
 
     Returns:
         [..., out]
@@ -32,22 +34,25 @@ def w4a8_codes_matmul(
         ValueError: shapes, dtypes or groups that do not match, or an implementation that does not support the tensors.
     """
     columns, groups = w.shape[1], step.shape[-1] if step.dim() else 0
-    if codes.dtype != torch.int8 or codes.dim() == 0 or codes.shape[-1] != columns or columns % 2:
-        raise ValueError(f"`codes` ({codes.dtype} {tuple(codes.shape)}) must be int8 [..., {columns}], even")
+    if codes.dtype not in LARGEST or codes.dim() == 0 or codes.shape[-1] != columns or columns % 2:
+        kinds = " or ".join(map(str, LARGEST))
+        raise ValueError(f"`codes` ({codes.dtype} {tuple(codes.shape)}) must be {kinds} [..., {columns}], even")
     if step.dtype != torch.float32 or step.shape[:-1] != codes.shape[:-1] or not groups or columns % groups:
         kind = f"{step.dtype} {tuple(step.shape)}"
         raise ValueError(f"`step` ({kind}) must be float32 {list(codes.shape[:-1])} and groups")
     group = columns // groups
     check_groups(w, group)
-    able = triton_takes(codes.device) and triton_reads(w, group)
+    float8 = codes.dtype == torch.float8_e4m3fn
+    able = triton_takes(codes.device) and triton_reads(w, group) and too_old(codes.device, float8=float8) is None
     if impl not in ("auto", "reference", "triton") or impl == "triton" and not able:
-        here = f"{w.layout} of {w.bits} bits in groups of {w.group_size} (x: {group}) on {described(codes.device)}"
+        where = described(codes.device, float8=float8)
+        here = f"{w.layout} of {w.bits} bits in groups of {w.group_size} (x: {group}) on {where}"
         raise ValueError(f"`impl` (={impl!r}) must be 'auto' or 'reference', or 'triton' where that takes {here}")
     use = ("triton" if able and codes.is_cuda else "reference") if impl == "auto" else impl
     ran("w4a8_codes_matmul", use)
     zero, table = (None, w.table) if isinstance(w, Codebook) else (w.zero, None)
-    about = (w.layout, w.bits, w.group_size, list(w.shape), dtype, use)
-    return _op(codes, step, w.codes, w.scale, zero, table, *about)
+    about = (w.layout, w.bits, w.group_size, list(w.shape), dtype, float8, use)
+    return _op(codes.view(torch.int8), step, w.codes, w.scale, zero, table, *about)
 
 
 def multiplies_codes(w: Packed | Codebook, group: int | None, device: torch.device) -> bool:
@@ -73,6 +78,7 @@ def _op(
     group_size: int,
     shape: list[int],
     dtype: torch.dtype,
+    float8: bool,
     use: str,
 ) -> Tensor:
     size = shape[0], shape[1]
@@ -80,6 +86,7 @@ def _op(
     if table is not None:
         w = Codebook(layout, codes, table, scale, bits, group_size, size)
     flat, steps = x.reshape(-1, size[1]), step.reshape(-1, step.shape[-1])
+    flat = flat.view(torch.float8_e4m3fn) if float8 else flat
     if use == "triton":
         from kernels.w4a8_matmul import triton
 
@@ -92,5 +99,5 @@ def _op(
 
 
 @_op.register_fake
-def _(x, step, codes, scale, zero, table, layout, bits, group_size, shape, dtype, use):
+def _(x, step, codes, scale, zero, table, layout, bits, group_size, shape, dtype, float8, use):
     return x.new_empty(*x.shape[:-1], shape[0], dtype=dtype)

@@ -10,7 +10,7 @@ from kernels.int_matmul import Packed
 from kernels.interpreter import interpreting, prepare
 from kernels.tuning import Compilation, configuration
 from kernels.w4a8_matmul.groups import common_group
-from kernels.w8a8_matmul.triton import gathered, magnitude, steps
+from kernels.w8a8_matmul.triton import encode, gathered, magnitude, prefetch, steps
 
 prepare()
 
@@ -151,6 +151,8 @@ def product(
     group_size,
     x_group,
     per_split,
+    LARGEST: tl.constexpr,
+    FUSED: tl.constexpr,
     STEPS: tl.constexpr,
     SPLIT: tl.constexpr,
     FLOAT: tl.constexpr,
@@ -158,28 +160,49 @@ def product(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     """One program: ROWS outputs of TOKENS tokens; DEPTH columns, which share a scale and a step, in each round.
 
     codes: [M, in] in the order of `round_tokens`, int8 or (FLOAT) float8_e4m3fn, whose sums over DEPTH columns stay in
-    the short accumulator of Hopper's tensor cores; w: uint8 [out, in / 2]; step [M], or (STEPS) [M, in / x_group].
+    the short accumulator of Hopper's tensor cores; or (FUSED) one token in 16 or 32 bits, which each program rounds
+    itself to codes up to LARGEST. w: uint8 [out, in / 2].
+    step: [M], or (STEPS) [M, in / x_group]; with FUSED one step of all tokens, or None.
     out: y [M, out], or (SPLIT) the sums over each per_split columns, float32 [splits, M, out].
     """
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     byte = tl.arange(0, DEPTH // 2)
-    row = w + (output % N).to(tl.int64)[:, None] * (K // 2) + byte[None, :]
+    row = w + (output % N).to(tl.int64)[:, None] * (K // 2)
     x = codes + token.to(tl.int64)[None, :] * K + byte[:, None]
     present, groups = (token < M)[None, :], K // group_size
-    acc = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     first, last = 0, K
     if SPLIT:
         first = tl.program_id(2) * per_split
         last = min(first + per_split, K)
+    if FUSED:
+        if ASM:  # the weight is loaded while the token's largest entry is computed
+            far = tl.minimum(first // 2 + tl.arange(0, 4) * 128, K // 2 - 1)
+            prefetch(row + far[None, :])
+        top = tl.zeros((WIDTH,), dtype=tl.int32)
+        for k in range(0, K, WIDTH):
+            column = k + tl.arange(0, WIDTH)
+            top = tl.maximum(top, magnitude(tl.load(codes + column, mask=column < K, other=0.0).to(tl.float32)))
+        size, inverse = steps(tl.max(top, 0), LARGEST)
+        if step is not None:
+            size = tl.load(step) + (size - size)  # NaN stays NaN
+            inverse = tl.div_rn(1.0, tl.load(step))
+    acc = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
     for k in range(first, last, DEPTH):
-        packed = tl.load(row + k // 2)
-        even = tl.load(x + k // 2, mask=present, other=0.0)
-        odd = tl.load(x + k // 2 + K // 2, mask=present, other=0.0)
+        packed = tl.load(row + byte[None, :] + k // 2)
+        if FUSED:
+            code = encode(tl.load(codes + k + tl.arange(0, DEPTH)).to(tl.float32) * inverse, LARGEST)
+            even, odd = tl.split(tl.reshape(code, (DEPTH // 2, 2)))
+            even = tl.broadcast_to(even[:, None], (DEPTH // 2, TOKENS))
+            odd = tl.broadcast_to(odd[:, None], (DEPTH // 2, TOKENS))
+        else:
+            even = tl.load(x + k // 2, mask=present, other=0.0)
+            odd = tl.load(x + k // 2 + K // 2, mask=present, other=0.0)
         scale = tl.load(w_scale + (output % N).to(tl.int64) * groups + k // group_size).to(tl.float32)
         if FLOAT:
             sums = tl.dot(low_floats(packed, ASM), even)
@@ -190,11 +213,13 @@ def product(
             sums = tl.dot(high_nibbles(packed, ASM), odd, sums, out_dtype=tl.int32)
             scale *= 0.0625
         if STEPS:
-            size = tl.load(step + token.to(tl.int64) * (K // x_group) + k // x_group, mask=token < M, other=0.0)
-            acc += sums.to(tl.float32) * (scale[:, None] * size[None, :])
+            sizes = tl.load(step + token.to(tl.int64) * (K // x_group) + k // x_group, mask=token < M, other=0.0)
+            acc += sums.to(tl.float32) * (scale[:, None] * sizes[None, :])
         else:
             acc += sums.to(tl.float32) * scale[:, None]
-    if not STEPS:
+    if FUSED:
+        acc *= size
+    elif not STEPS:
         acc *= tl.load(step + token, mask=token < M, other=0.0)[None, :]
     here = present & (output < N)[:, None]
     place = token.to(tl.int64)[None, :] * N + output[:, None]
@@ -220,41 +245,69 @@ def w4a8_matmul(
     x_float: bool = False,
 ) -> Tensor:
     """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype; w in symmetric 4-bit rows."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if len(x) == 1 and x_group in (None, x.shape[1]) and x_order is None and not x_wide:
+        return _multiplied(x, x_scale, w, x.dtype, x_float, largest_code(x_bits, x_float))
+    codes, step = rounded(x, x_bits, x_group, x_scale, x_wide, x_order, x_float)
+    return _multiplied(codes, step, w, x.dtype, x_float)
+
+
+def rounded(
+    x: Tensor,
+    x_bits: int,
+    x_group: int | None,
+    x_scale: Tensor | None,
+    x_wide: int = 0,
+    x_order: Tensor | None = None,
+    x_float: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Codes [tokens, in], even columns first, and steps [tokens, groups] of x, whose rows are contiguous."""
     tokens, columns = x.shape
     shared = x_group or columns
-    x = x if x.stride(1) == 1 else x.contiguous()
     kind = torch.float8_e4m3fn if x_float else torch.int8
     codes = torch.empty(tokens, columns, dtype=kind, device=x.device)
     step = torch.empty(tokens, columns // shared, dtype=torch.float32, device=x.device)
     width = min(triton.next_power_of_2(shared), WIDTH)
     round_tokens[(tokens, columns // shared)](
         x, step if x_scale is None else x_scale, codes if x_order is None else x_order, codes, step, columns,
-        x.stride(0), shared, columns // shared, x_wide, LARGEST=448.0 if x_float else 127.0 if x_bits == 8 else 7.0,
+        x.stride(0), shared, columns // shared, x_wide, LARGEST=largest_code(x_bits, x_float),
         STATIC=x_scale is not None, EACH=x_scale is not None and x_scale.numel() > 1, ORDERED=x_order is not None,
         FLOAT=x_float, WIDTH=width, num_warps=min(8, max(1, width // 512)),
     )  # fmt: skip
-    return multiplied(codes, step, w, x.dtype)
+    return codes, step
+
+
+def largest_code(x_bits: int, x_float: bool) -> float:
+    return 448.0 if x_float else 127.0 if x_bits == 8 else 7.0
 
 
 @on_its_device
 def multiplied(codes: Tensor, step: Tensor, w: Packed, dtype: torch.dtype) -> Tensor:
     """y [tokens, out] in this dtype, from codes [tokens, in], even columns first, and steps [tokens, groups]."""
-    (tokens, columns), out = codes.shape, w.shape[0]
-    shared = columns // step.shape[1]
-    x_group = shared if shared < columns else None
-    y = torch.empty(tokens, out, dtype=dtype, device=codes.device)
-    float8 = codes.dtype == torch.float8_e4m3fn
-    c, depth = settings(w, tokens, float8), depth_of(common_group(w, x_group))
+    return _multiplied(codes, step, w, dtype, codes.dtype == torch.float8_e4m3fn)
+
+
+def _multiplied(
+    x: Tensor, step: Tensor | None, w: Packed, dtype: torch.dtype, float8: bool, largest: float | None = None
+) -> Tensor:
+    """largest: None: x holds codes. The largest code: x is one token that is rounded in the product, with one step that
+    is given or None."""
+    (tokens, columns), out, fused = x.shape, w.shape[0], largest is not None
+    shared = columns if fused else columns // step.shape[1]
+    y = torch.empty(tokens, out, dtype=dtype, device=x.device)
+    c, depth = settings(w, tokens, float8), depth_of(common_group(w, shared))
     per_split = triton.cdiv(columns, c["split"] * depth) * depth
     splits = triton.cdiv(columns, per_split)
-    sums = y if splits == 1 else torch.empty(splits, tokens, out, dtype=torch.float32, device=codes.device)
+    sums = y if splits == 1 else torch.empty(splits, tokens, out, dtype=torch.float32, device=x.device)
     product[(triton.cdiv(out, c["rows"]), triton.cdiv(tokens, c["tokens"]), splits)](
-        codes, step, w.codes, w.scale, sums, tokens, out, columns, w.group_size, shared, per_split,
-        STEPS=shared < columns, SPLIT=splits > 1, FLOAT=float8, ASM=not interpreting(), ROWS=c["rows"],
-        TOKENS=c["tokens"], DEPTH=depth, num_warps=c["num_warps"], num_stages=c["num_stages"],
+        x, step, w.codes, w.scale, sums, tokens, out, columns, w.group_size, shared, per_split,
+        LARGEST=largest, FUSED=fused, STEPS=shared < columns, SPLIT=splits > 1, FLOAT=float8, ASM=not interpreting(),
+        ROWS=c["rows"], TOKENS=c["tokens"], DEPTH=depth,
+        WIDTH=min(triton.next_power_of_2(columns), WIDTH) if fused else 1, num_warps=c["num_warps"],
+        num_stages=c["num_stages"],
     )  # fmt: skip
     if splits > 1:  # the sums are scaled already
-        gathered(sums, step, step, y, True)
+        gathered(sums, sums, sums, y, True)
     return y
 
 
@@ -312,27 +365,34 @@ def shipped() -> list[Compilation]:
                 multiple_of_16=("columns", "stride", "group"),
             )
         )  # fmt: skip
-    for title, c, depth, several, float8, split in (
-        ("narrow g128", NARROW, 128, False, False, False), ("narrow g64", NARROW, 64, False, False, False),
-        ("narrow g128, split", NARROW, 128, False, False, True),
-        ("64 tokens g128", SOME, 128, False, False, False), ("128 tokens g128", WIDE, 128, False, False, False),
-        ("128 tokens g64", WIDE, 64, False, False, False),
-        ("128 tokens g128, steps by group", WIDE, 128, True, False, False),
-        ("narrow g128, fp8", NARROW, 128, False, True, False), ("64 tokens g128, fp8", SOME, 128, False, True, False),
-        ("128 tokens g128, fp8", WIDE, 128, False, True, False),
+    for title, c, depth, several, float8, split, largest in (
+        ("narrow g128", NARROW, 128, False, False, False, None), ("narrow g64", NARROW, 64, False, False, False, None),
+        ("narrow g128, split", NARROW, 128, False, False, True, None),
+        ("64 tokens g128", SOME, 128, False, False, False, None),
+        ("128 tokens g128", WIDE, 128, False, False, False, None),
+        ("128 tokens g64", WIDE, 64, False, False, False, None),
+        ("128 tokens g128, steps by group", WIDE, 128, True, False, False, None),
+        ("narrow g128, fp8", NARROW, 128, False, True, False, None),
+        ("64 tokens g128, fp8", SOME, 128, False, True, False, None),
+        ("128 tokens g128, fp8", WIDE, 128, False, True, False, None),
+        ("fused g128", NARROW, 128, False, False, False, 127.0), ("fused g64", NARROW, 64, False, False, False, 7.0),
+        ("fused g128, split", NARROW, 128, False, False, True, 127.0),
+        ("fused g128, fp8", NARROW, 128, False, True, False, 448.0),
     ):  # fmt: skip
+        read = ("*bf16", None) if largest else ("*fp8e4nv" if float8 else "*i8", "*fp32")
         found.append(
             Compilation(
                 name=f"w4a8_matmul product {title}",
                 kernel=product,
                 arguments={
-                    "codes": "*fp8e4nv" if float8 else "*i8", "step": "*fp32", "w": "*u8", "w_scale": "*bf16",
+                    "codes": read[0], **({"step": read[1]} if read[1] else {}), "w": "*u8", "w_scale": "*bf16",
                     "out": "*fp32" if split else "*bf16", "M": "i32", "N": "i32", "K": "i32", "group_size": "i32",
                     "x_group": "i32", "per_split": "i32",
                 },
                 constants={
-                    "STEPS": several, "SPLIT": split, "FLOAT": float8, "ASM": True, "ROWS": c["rows"],
-                    "TOKENS": c["tokens"], "DEPTH": depth,
+                    "LARGEST": largest, "FUSED": largest is not None, "STEPS": several, "SPLIT": split, "FLOAT": float8,
+                    "ASM": True, "ROWS": c["rows"], "TOKENS": c["tokens"], "DEPTH": depth,
+                    "WIDTH": WIDTH if largest else 1, **({"step": None} if largest else {}),
                 },
                 num_warps=c["num_warps"],
                 num_stages=c["num_stages"],

@@ -12,6 +12,7 @@ from kernels.cases.products import contest, copies_of, cpu_copies, dense
 from kernels.interpreter import triton_takes
 from kernels.support.declarations import TOLERANCE, Check, Contest, Expected, TimedSizes
 from kernels.w8a8_matmul import BLOCK, W8, prepacked_fits, quantize_rows, quantize_weight, to_prepacked, w8a8_matmul
+from kernels.w8a8_matmul.codes import w8a8_codes_matmul
 from kernels.w8a8_matmul.layout import has_vnni, in_one_call, integer_dots
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -49,6 +50,9 @@ def checks(device: torch.device) -> list[Check]:
         found.append(
             _check("x of row stride", torch.randn(9, 200, generator=g).to(device)[:, 8:104], _move(W, device), None)
         )
+        for tokens in (1, 5, 70):
+            w = _move(quantize_weight(torch.randn(72, 1040, generator=g), kind), device)
+            found.append(_check_codes(*quantize_rows(torch.randn(tokens, 1040, generator=g).to(device), kind), w))
     extreme = W8(
         "rows", torch.full((33, 14336), -128, dtype=INT8, device=device), torch.ones(33, device=device), (33, 14336)
     )
@@ -86,6 +90,17 @@ def _check(name: str, x: Tensor, w: W8, x_scale: Tensor | None) -> Check:
     kind = "int8" if int8 else "fp8"
     tolerance = TOLERANCE[x.dtype] if int8 else max(SHORT, TOLERANCE[x.dtype])
     return Check("w8a8_matmul", f"{kind}, {name}", run, expected, tolerance, impls)
+
+
+def _check_codes(codes: Tensor, step: Tensor, w: W8) -> Check:
+    def run(impl: str) -> Tensor:
+        return w8a8_codes_matmul(codes, step, w, dtype=torch.bfloat16, impl=impl)
+
+    def expected() -> Tensor:
+        return (codes.double() @ w.codes.double().t()) * w.scale.double() * step.double()
+
+    kind = "int8" if w.codes.dtype == INT8 else "fp8"
+    return Check("w8a8_matmul", f"{kind}, given codes, {len(codes)} tokens", run, expected, TOLERANCE[torch.bfloat16])
 
 
 def _move(w: W8, device: torch.device) -> W8:

@@ -12,16 +12,21 @@ EXACT = 1024  # columns of int8 products whose sum float32 holds exactly: 1024 *
 def w8a8_matmul(x: Tensor, w: W8, x_scale: Tensor | None) -> Tensor:
     """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype."""
     w = to_rows(w)
-    blocked = w.scale.dim() == 2
-    codes, scale = quantize_rows(x, w.codes.dtype, scale=x_scale, block=BLOCK if blocked else None)
-    if not blocked:
-        return (product(codes, w.codes).float() * w.scale * scale).to(x.dtype)
-    y = torch.zeros(x.shape[0], w.shape[0], device=x.device)
+    block = BLOCK if w.scale.dim() == 2 else None
+    return multiplied(*quantize_rows(x, w.codes.dtype, scale=x_scale, block=block), w, x.dtype)
+
+
+def multiplied(codes: Tensor, scale: Tensor, w: W8, dtype: torch.dtype) -> Tensor:
+    """y [tokens, out] in this dtype, of codes [tokens, in] and their scale [tokens, 1], or [tokens, ceil(in / 128)] for
+    a block-wise w; w in rows."""
+    if w.scale.dim() == 1:
+        return (product(codes, w.codes).float() * w.scale * scale).to(dtype)
+    y = torch.zeros(codes.shape[0], w.shape[0], device=codes.device)
     for i in range(w.scale.shape[1]):
         columns = slice(i * BLOCK, (i + 1) * BLOCK)
         step = w.scale[:, i].repeat_interleave(BLOCK)[: w.shape[0]]  # [out]
         y += product(codes[:, columns], w.codes[:, columns]).float() * (step * scale[:, i : i + 1])
-    return y.to(x.dtype)
+    return y.to(dtype)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -34,15 +34,21 @@ def magnitude(v):
 
 @triton.jit
 def encode(v, LARGEST: tl.constexpr):
-    """Codes of float32 in units of the step. The bounds prevent the compiler from fusing product and sum, which would
-    omit one rounding."""
+    """Codes of float32 in units of the step: float8 if LARGEST is 448, else int8. The bounds prevent the compiler from
+    fusing product and sum, which would omit one rounding."""
     v = tl.minimum(tl.maximum(v, -LARGEST), LARGEST)
-    if LARGEST == 127.0:
-        return (
-            (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-        )  # 1.5 * 2^23: the sum's last byte is v to nearest even
-    else:
+    if LARGEST == 448.0:
         return v.to(tl.float8e4nv)
+    else:  # 1.5 * 2^23: the sum's last byte is v to nearest even
+        return (v + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def prefetch(at):
+    """Load what lies at these addresses into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -119,14 +125,7 @@ def narrow(
     if FUSED:
         if PREFETCH:  # the weight is loaded while the token's largest entry is computed
             far = tl.minimum(tl.arange(0, 2 * DEPTH // 128) * 128, K - 1)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-                "=r,l",
-                [(row + far[None, :]).to(tl.int64)],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+            prefetch(row + far[None, :])
         top = tl.zeros((WIDTH,), dtype=tl.int32)
         for k in range(0, K, WIDTH):
             column = k + tl.arange(0, WIDTH)
@@ -261,21 +260,37 @@ CANDIDATES = {
 @on_its_device
 def w8a8_matmul(x: Tensor, w: W8, x_scale: Tensor | None) -> Tensor:
     """y [tokens, out] = x [tokens, in] Wᵀ in x's dtype; w in rows."""
-    (tokens, columns), out = x.shape, w.shape[0]
-    codes, w_scale, blocked = w.codes, w.scale.contiguous(), w.scale.dim() == 2
+    (tokens, columns), dtype, blocked = x.shape, x.dtype, w.scale.dim() == 2
+    kernel, c = settings(tokens, w.shape[0], columns, w.codes.dtype, blocked, x.device)
+    fused = kernel == "one token" and c["split"] == 1
+    a, scale = (x.contiguous(), x_scale) if fused else quantized(x, w.codes.dtype, x_scale, blocked)
+    return _multiplied(kernel, c, fused, a, scale, w, dtype)
+
+
+@on_its_device
+def multiplied(codes: Tensor, scale: Tensor, w: W8, dtype: torch.dtype) -> Tensor:
+    """y [tokens, out] in this dtype, from codes [tokens, in], whose row stride is a multiple of 16, and their scale
+    [tokens, groups]."""
+    tokens, columns = codes.shape
+    how = settings(tokens, w.shape[0], columns, codes.dtype, w.scale.dim() == 2, codes.device)
+    return _multiplied(*how, False, codes, scale, w, dtype)
+
+
+def _multiplied(
+    kernel: str, c: dict, fused: bool, x: Tensor, x_scale: Tensor | None, w: W8, dtype: torch.dtype
+) -> Tensor:
+    """x: codes, or (fused) one unquantised token."""
+    out, codes, w_scale, blocked = w.shape[0], w.codes, w.scale.contiguous(), w.scale.dim() == 2
     if codes.data_ptr() % 16:
         codes = codes.clone()
-    y = x.new_empty(tokens, out)
+    y = torch.empty(len(x), out, dtype=dtype, device=x.device)
     if out == 0:
         return y
-    largest = LARGEST[codes.dtype]
-    kernel, c = settings(tokens, out, columns, codes.dtype, blocked, x.device)
     if kernel == "tile":
-        _tile(c, largest, *quantized(x, codes.dtype, x_scale, blocked), codes, w_scale, y, blocked)
+        _tile(c, LARGEST[codes.dtype], x, x_scale, codes, w_scale, y, blocked)
     else:
-        fused = kernel == "one token" and c["split"] == 1
-        a, scale = (x.contiguous(), x_scale) if fused else quantized(x, codes.dtype, x_scale, blocked)
-        _narrow(c, largest, fused, a, scale, codes, w_scale, y, blocked)
+        single = kernel == "one token" and c["split"] == 1
+        _narrow(c, LARGEST[codes.dtype], fused, single, x, x_scale, codes, w_scale, y, blocked)
     return y
 
 
@@ -294,7 +309,7 @@ def settings(
         kernel, wanted = "one token", FUSED
     else:
         kernel, wanted = "narrow", FEW if tokens <= 16 and not blocked else SOME
-        tiles = triton.cdiv(out, wanted["columns"])
+        tiles = max(1, triton.cdiv(out, wanted["columns"]))
         if tiles < processors:
             most = max(1, columns // (4 * wanted["depth"]))  # a split has at least four steps
             wanted = {**wanted, "split": min(triton.cdiv(2 * processors, tiles), most)}
@@ -343,6 +358,7 @@ def _narrow(
     c: dict,
     largest: float,
     fused: bool,
+    single: bool,
     x: Tensor,
     x_scale: Tensor | None,
     w: Tensor,
@@ -373,7 +389,7 @@ def _narrow(
         SPLIT=splits > 1,
         EVEN=columns % c["depth"] == 0,
         PREFETCH=not interpreting(),
-        TOKENS=1 if fused else max(16, triton.next_power_of_2(tokens)),
+        TOKENS=1 if single else max(16, triton.next_power_of_2(tokens)),
         COLUMNS=c["columns"],
         DEPTH=c["depth"],
         WIDTH=min(triton.next_power_of_2(columns), WIDTH) if fused else 1,
@@ -454,6 +470,7 @@ def shipped() -> list[Compilation]:
         for tokens, c, split, blocked, static in (
             (1, FUSED, False, False, False),
             (1, FUSED, False, False, True),
+            (1, FUSED, False, False, None),
             (16, FEW, False, False, False),
             (16, FEW, True, False, False),
             (32, SOME, True, False, False),
@@ -461,14 +478,15 @@ def shipped() -> list[Compilation]:
             (64, SOME, True, False, False),
             (16, SOME, True, True, False),
         ):
-            what = "fused" if tokens == 1 else f"{tokens} tokens"
+            fused = tokens == 1 and static is not None  # None: the codes are given
+            what = "fused" if fused else "one token" if tokens == 1 else f"{tokens} tokens"
             sums = "i32" if name == "int8" and not blocked else "fp32"
             found.append(
                 Compilation(
-                    name=f"w8a8_matmul {name} {what}{' split' * split}{' blocks' * blocked}{' static' * static}",
+                    name=f"w8a8_matmul {name} {what}{' split' * split}{' blocks' * blocked}{' static' * bool(static)}",
                     kernel=narrow,
                     arguments={
-                        "x": "*bf16" if tokens == 1 else f"*{code}",
+                        "x": "*bf16" if fused else f"*{code}",
                         "x_scale": "*fp32",
                         "w": f"*{code}",
                         "w_scale": "*fp32",
@@ -481,8 +499,8 @@ def shipped() -> list[Compilation]:
                     },
                     constants={
                         "LARGEST": largest,
-                        "FUSED": tokens == 1,
-                        "STATIC": static,
+                        "FUSED": fused,
+                        "STATIC": bool(static),
                         "BLOCKED": blocked,
                         "SPLIT": split,
                         "EVEN": True,
@@ -490,7 +508,7 @@ def shipped() -> list[Compilation]:
                         "TOKENS": tokens,
                         "COLUMNS": c["columns"],
                         "DEPTH": c["depth"],
-                        "WIDTH": WIDTH if tokens == 1 else 1,
+                        "WIDTH": WIDTH if fused else 1,
                     },
                     num_warps=c["num_warps"],
                     num_stages=c["num_stages"],

@@ -69,6 +69,8 @@ GRAPHS = {  # recipes whose steps can be captured, also where a group becomes co
     "heads apart": ("llama", "snapkv(budget=12, observed=4, allocation=ada), kv_int(bits=8, group_size=32, residual=4)"),
     "rotated": ("llama", "kv_int(bits=4, group_size=32, residual=4, rotate_keys=True, rotate_values=True)"),
     "windows": ("gemma3_text", "kv_int(bits=4, group_size=32, residual=4)"), "padding": ("gemma3_text", ""),
+    "W8A8": ("llama", "int8(activations=tensor), kv_int(group_size=32, residual=4)"),
+    "W4A8": ("llama", "rtn(bits=4, group_size=-1), activations, kv_int(group_size=32, residual=4)"),
 }  # fmt: skip
 SAMPLED = {"do_sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
 TEXTS = {  # requests of `generate` whose tokens the host of a GPU reads late

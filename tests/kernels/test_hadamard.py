@@ -112,7 +112,7 @@ def test_codes_pass_opcheck():
     torch.library.opcheck(torch.ops.workbench.hadamard_codes.default, (x, signs, 32, 4, 16, 1, "reference"))
     w = pack(torch.randint(16, (20, 64)), torch.rand(20, 4), None, bits=4, group_size=16)
     codes, step = hadamard_codes(x, signs, block=32, group=16)
-    arguments = (codes, step, w.codes, w.scale, None, None, "rows", 4, 16, [20, 64], torch.float32, "reference")
+    arguments = (codes, step, w.codes, w.scale, None, None, "rows", 4, 16, [20, 64], torch.float32, False, "reference")
     torch.library.opcheck(torch.ops.workbench.w4a8_codes_matmul.default, arguments)
 
 

@@ -11,12 +11,17 @@ from transformers import DynamicCache
 
 from compress import METHODS, apply
 from eval.speed.speed import GraphDecoder, TimedModel
+from kernels.harness.model import RoundedLinear, made
+from kernels.registry import recording
 from kernels.step.cache import static_cache
+from kernels.step.codes import Coding, coded
 from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.gpu.body import FusedBody, largest
 from kernels.step.gpu.graphs import Graphs, GraphStep, GraphSteps
+from kernels.step.gpu.products import Products, StoredLinear
 from tests.kernels.test_accelerate import LOOKALIKES, lookalike
 
+CPU = torch.device("cpu")
 FUSED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text")
 
 
@@ -68,9 +73,41 @@ def test_weights_with_one_input_are_joined(tiny, tokens, monkeypatch):
     monkeypatch.setattr("compress.formats.int_group.panels_fit", lambda *_: False)  # codes in rows, as on a GPU
     model = compressed(tiny("qwen2"), "rtn", tokens)
     graphs = Graphs(model)
-    joined = [one for one in graphs._joined.values() if one is not None]
+    joined = [one.parts[0] for one in graphs._products.values() if len(one.sizes) > len(one.parts)]
     assert len(joined) == 2 * len(model.model.layers) and all(one.bias is not None for one in joined[::2])
     assert max(steps_beside_the_model(model, graphs, torch.cat(tokens(3, 9)))) < 1e-5
+
+
+@pytest.mark.parametrize("kind, op", [("int8", "w8a8"), ("fp8", "w8a8"), ("w4a8", "w4a8")])
+@torch.no_grad()
+def test_norms_and_gates_write_the_codes_that_products_read(kind, op):
+    """All products read given codes but the one behind the attention, which rounds its input itself."""
+    model = made("toy", kind, CPU).float()
+    graphs, layers = Graphs(model), model.config.num_hidden_layers
+    products = list(graphs._products.values())
+    assert len(products) == 3 * layers and all(one.coding and len(one.parts) == 1 for one in products)
+    with recording() as ran:
+        step = graphs.step(2, 16)
+        step()
+    assert ran[f"{op}_codes_matmul"] == ran[f"{op}_matmul"] == {"reference"}
+    assert max(steps_beside_the_model(model, graphs, torch.arange(18).view(2, 9))) < 2e-2
+
+
+@torch.no_grad()
+def test_codes_are_shared_by_products_that_round_alike():
+    """Products with different steps, types or transforms round their inputs themselves; too little memory to join
+    weights is no reason to do so."""
+    q, k = (RoundedLinear(torch.nn.Linear(128, 64, bias=False).bfloat16(), "int8") for _ in "qk")
+    assert Products.of([q, k]).coding == Coding(torch.int8) and len(Products.of([q, k]).parts) == 1
+    apart = Products((StoredLinear.of(q), StoredLinear.of(k)), (64, 64), Coding(torch.int8))
+    x = coded(torch.randn(3, 128).bfloat16(), Coding(torch.int8))
+    assert all(torch.equal(a, b) for a, b in zip(apart(x), Products.of([q, k])(x), strict=True))
+    q.x_scale, k.x_scale = torch.tensor([0.1]), torch.tensor(0.1)
+    assert Products.of([q, k]).coding.step == 0.1
+    k.x_scale = torch.tensor(0.2)
+    other = RoundedLinear(torch.nn.Linear(128, 64, bias=False).bfloat16(), "fp8")
+    for linears in ([q, k], [k, other], [q, torch.nn.Linear(128, 64)]):
+        assert Products.of(linears) == Products(tuple(linears), (64, 64))
 
 
 @torch.no_grad()

@@ -9,9 +9,13 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -23,9 +27,12 @@ from kernels.harness import aot
 from kernels.harness.aot import committed, compiler, figures, mnemonics_of, regressions, shipped
 from kernels.harness.hazards import mixed_rows, rewritten_in_flight
 from kernels.harness.verify import OpVerdict, verify
+from kernels.int_matmul import Packed
 from kernels.interpreter import PATCHES, installed, interpreting
+from kernels.step.codes import Coding
 from kernels.support.declarations import OPS, OWN
 from kernels.tuning import trying
+from kernels.w4a8_matmul import w4a8_matmul
 from kernels.w4a8_matmul.codes import even_first
 from kernels.w4a8_matmul.reference import rounded
 from kernels.w8a8_matmul.layout import int_mm_is_exact
@@ -155,6 +162,106 @@ def test_prompts_dequantise_whole_weights_where_they_are_not_too_large(monkeypat
     wide = pack(codes, scale, None, bits=5, group_size=128)
     kinds = [candidates(wide, tokens, x.dtype)[0]["kind"] for tokens in (1, 511, 512)]
     assert kinds == ["dequantise", "dequantise", "dequantise_whole"]
+
+
+@inside
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("kind, bits, even", [("int8", 8, False), ("fp8", 8, False), ("int8", 8, True), ("fp8", 8, True),
+                                              ("int8", 4, True)])  # fmt: skip
+def test_codes_of_norms_and_gates_are_those_of_separate_launches(kind, bits, even, static):
+    """To the last bit, for products with weights in 8 bits (`quantized`) and in 4 bits (`round_tokens`)."""
+    from kernels.step.gpu import between
+    from kernels.step.program import Norm
+
+    dtype, step = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[kind], torch.tensor(0.03) if static else None
+    coding = Coding(dtype, bits, step, even)
+    residual, added = torch.randn(3, 576), torch.randn(3, 576).bfloat16()
+    residual[1, 5] = float("nan")
+    norm, stream = Norm(torch.rand(576), 1e-5), residual.clone()
+    y = between.add_norm(stream, added, None, norm, torch.empty_like(added), "triton")
+    found = between.add_norm_codes(residual, added, None, norm, torch.bfloat16, coding, "triton")
+    assert torch.equal(stream.nan_to_num(7), residual.nan_to_num(7))
+    gate, up = torch.randn(3, 2 * 1088).bfloat16().split(1088, 1)
+    z, gates = between.gated(gate, up, "silu", "triton"), between.gated_codes(gate, up, "silu", coding, "triton")
+    for x, (codes, steps, _), rows in ((y, found, [0, 2]), (z, gates, [0, 1, 2])):
+        expected, sizes = rounded_apart(x, coding)
+        assert torch.equal(codes[rows].float(), expected[rows].float())
+        assert torch.equal(steps.nan_to_num(-1), sizes.nan_to_num(-1)) and steps.isnan().sum() == 3 - len(rows)
+
+
+def rounded_apart(x: torch.Tensor, coding: Coding) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and steps of x by the kernels of the products, in a launch of their own."""
+    if not coding.even_first:
+        return triton_of("w8a8_matmul").quantized(x, coding.dtype, coding.step, False)
+    return triton_of("w4a8_matmul").rounded(
+        x, coding.bits, None, coding.step, x_float=coding.dtype == torch.float8_e4m3fn
+    )
+
+
+def triton_of(op: str) -> ModuleType:
+    return importlib.import_module(f"kernels.{op}.triton")
+
+
+@inside
+@pytest.mark.parametrize("how", [{}, {"x_bits": 4}, {"x_float": True}, {"x_scale": torch.tensor(0.02)}])
+def test_one_token_is_rounded_in_the_product_to_the_same_codes(how):
+    """As beside another token, where rounding is a launch of its own; with sums of several splits, too."""
+    scale, codes = torch.rand(70, 12) * 0.01, torch.randint(0, 256, (70, 768), dtype=torch.uint8)
+    x, w = torch.randn(2, 1536).bfloat16(), Packed("rows", codes, scale, None, 4, 128, (70, 1536))
+    with launches() as two:
+        y = w4a8_matmul(x, w, impl="triton", **how)
+    with launches() as one:
+        first, second = (w4a8_matmul(token, w, impl="triton", **how) for token in x.split(1))
+    assert torch.equal(torch.cat([first, second]), y)
+    assert two == {"round_tokens": 1, "product": 1, "gather": 1} and one == {"product": 2, "gather": 2}
+
+
+@inside
+@pytest.mark.parametrize(
+    "kind, rounding, product", [("int8", "quantize", "narrow"), ("w4a8", "round_tokens", "product")]
+)
+@torch.no_grad()
+def test_steps_with_codes_have_the_bits_of_steps_without_in_fewer_launches(kind, rounding, product, monkeypatch):
+    """Of one block: q, k and v, and gate and up, read the codes that a norm writes, and down those of a gate."""
+    from kernels.harness.model import made
+    from kernels.step.gpu import between, products
+    from kernels.step.gpu.body import FusedBody
+    from kernels.step.recognition.recognise import recognise
+
+    monkeypatch.setattr(between, "_by_triton", lambda x, impl: True)
+    for op in ("w8a8_matmul", "w4a8_matmul"):
+        monkeypatch.setattr(importlib.import_module(f"kernels.{op}"), "_implementation", lambda *_: "triton")
+        by_codes = partial(getattr(products, f"{op[:4]}_codes_matmul"), impl="triton")
+        monkeypatch.setattr(products, f"{op[:4]}_codes_matmul", by_codes)
+    model, tokens = made("toy", kind, torch.device("cpu")), torch.tensor([[3], [5]])
+    del model.model.layers[1]
+    decoder = recognise(model, anywhere=True)
+    with launches() as with_codes:
+        logits = FusedBody(decoder, 2, 4)(tokens)
+    monkeypatch.setattr(products.StoredLinear, "of", lambda linear: None)
+    with launches() as without:
+        assert torch.equal(FusedBody(decoder, 2, 4)(tokens), logits)
+    between_products = {"add_norm_kernel": 3, "turn_kernel": 1, "gate_kernel": 1}
+    assert with_codes == between_products | {rounding: 1, product: 4}
+    assert without == between_products | {rounding: 7, product: 7}
+
+
+@contextmanager
+def launches() -> Iterator[Counter]:
+    """The number of launches of each kernel while the block runs."""
+    from triton.runtime.interpreter import GridExecutor
+
+    found, launch = Counter(), GridExecutor.__call__
+
+    def counted(self, *arguments, **more):
+        found[self.fn.__name__] += 1
+        return launch(self, *arguments, **more)
+
+    GridExecutor.__call__ = counted
+    try:
+        yield found
+    finally:
+        GridExecutor.__call__ = launch
 
 
 @needs_triton

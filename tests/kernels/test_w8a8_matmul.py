@@ -16,6 +16,7 @@ from kernels.w8a8_matmul import (
     w8a8_matmul,
 )
 from kernels.w8a8_matmul import cpu as plain
+from kernels.w8a8_matmul.codes import w8a8_codes_matmul
 from kernels.w8a8_matmul.layout import encode, has_vnni, in_one_call, integer_dots
 from kernels.w8a8_matmul.reference import product
 
@@ -406,3 +407,27 @@ def test_prepacking_is_refused_where_the_product_would_be_wrong():
     assert not any(prepacked_fits(other) for other in every_layout(w)[1:])
     assert not prepacked_fits(quantize_weight(torch.randn(16, 64), INT8, BLOCK))
     assert not prepacked_fits(w._replace(codes=w.codes.to("meta")))
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8])
+def test_the_product_of_given_codes_is_that_of_the_call_that_makes_them(dtype):
+    x, w = torch.randn(5, 96).bfloat16(), quantize_weight(torch.randn(40, 96), dtype)
+    codes, step = quantize_rows(x, dtype)
+    y = w8a8_codes_matmul(codes, step, w, dtype=torch.bfloat16)
+    assert torch.equal(y, w8a8_matmul(x, w, impl="reference"))
+    bits = (codes.view(INT8), step, w.codes.view(INT8), w.scale, torch.bfloat16, dtype == FP8, "reference")
+    torch.library.opcheck(torch.ops.workbench.w8a8_codes_matmul.default, bits)
+
+
+def test_codes_that_do_not_match_are_refused_by_name():
+    w, step = quantize_weight(torch.randn(40, 96), INT8), torch.ones(5, 1)
+    codes, blocks = torch.zeros(5, 96, dtype=INT8), quantize_weight(torch.randn(40, 96), INT8, BLOCK)
+    for arguments, name in (
+        ((codes[:, :95], step, w), "codes"), ((codes.to(FP8), step, w), "codes"), ((codes[None], step, w), "codes"),
+        ((torch.zeros(5, 97, dtype=INT8)[:, :96], step, w), "codes"), ((codes, step[:4], w), "step"),
+        ((codes, step.double(), w), "step"), ((codes, step, blocks), "w"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            w8a8_codes_matmul(*arguments, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="`impl`"):
+        w8a8_codes_matmul(codes, step, w, dtype=torch.bfloat16, impl="cpu")

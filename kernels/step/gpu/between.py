@@ -1,6 +1,8 @@
 """The operations between the products of a decoding step: Triton kernels on a GPU, plain torch elsewhere.
 
-Everything is computed in float32; the residual stream stays in float32, and other results are rounded once.
+Everything is computed in float32; the residual stream stays in float32, and other results are rounded once. Where the
+products that read a result round it to codes of one step for each token, `add_norm_codes` and `gated_codes` write these
+in the same launch: the codes of the result in 16 bits, to the last bit.
 """
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
 from kernels.interpreter import triton_takes
+from kernels.step.codes import Codes, Coding, coded
 from kernels.step.program import Norm
 
 IMPLS = ("auto", "reference", "triton")
@@ -30,10 +33,31 @@ def add_norm(
     if _by_triton(residual, impl):
         from kernels.step import triton
 
-        return triton.add_norm(residual, added, after, norm, y)
+        triton.add_norm(residual, added, after, norm, y)
+        return y
     if added is not None:
         residual.add_(added.float() if after is None else _normed(added.float(), after))
     return y if norm is None else y.copy_(_normed(residual, norm))
+
+
+def add_norm_codes(
+    residual: Tensor,
+    added: Tensor | None,
+    after: Norm | None,
+    norm: Norm,
+    dtype: torch.dtype,
+    coding: Coding,
+    impl: str = "auto",
+) -> Codes:
+    """The codes of the result of `add_norm` in a 16-bit dtype; the residual stream changes as there."""
+    if _by_triton(residual, impl):
+        from kernels.step import triton
+
+        codes = Codes.empty(*residual.shape, coding, residual, dtype)
+        triton.add_norm(residual, added, after, norm, codes, coding)
+        return codes
+    y = residual.new_empty(residual.shape, dtype=dtype)
+    return coded(add_norm(residual, added, after, norm, y, "reference"), coding)
 
 
 def turn_and_store(
@@ -85,8 +109,21 @@ def gated(gate: Tensor, up: Tensor, activation: str, impl: str = "auto") -> Tens
     if _by_triton(gate, impl):
         from kernels.step import triton
 
-        return triton.gated(gate, up, activation)
+        y = gate.new_empty(gate.shape)
+        triton.gated(gate, up, activation, y)
+        return y
     return (_ACTIVATIONS[activation](gate.float()) * up.float()).to(gate.dtype)
+
+
+def gated_codes(gate: Tensor, up: Tensor, activation: str, coding: Coding, impl: str = "auto") -> Codes:
+    """The codes of the result of `gated`, of at most MOST_GATED columns."""
+    if _by_triton(gate, impl):
+        from kernels.step import triton
+
+        codes = Codes.empty(*gate.shape, coding, gate, gate.dtype)
+        triton.gated(gate, up, activation, codes, coding)
+        return codes
+    return coded(gated(gate, up, activation, "reference"), coding)
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:

@@ -1,22 +1,19 @@
 """A step of decoding of a whole model, op by op, without a value that the host needs: what a graph can capture."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.int_matmul import Packed, int_matmul
 from kernels.kv_decode import KV, kv_decode
 from kernels.step.cache import static_cache
-from kernels.step.gpu.between import add_norm, gated, turn_and_store
+from kernels.step.codes import MOST_GATED, Codes, Coding
+from kernels.step.gpu.between import add_norm, add_norm_codes, gated, gated_codes, turn_and_store
+from kernels.step.gpu.products import Products
 from kernels.step.program import Norm
 from kernels.step.recognition.decoder import Decoder, DecoderBlock
-from kernels.step.recognition.parts import NotNative, together
-from kernels.w8a8_matmul import W8, w8a8_matmul
+from kernels.step.recognition.parts import NotNative
 
-SPARE = 2.0  # free memory needed to join weights, as a multiple of their size
 PARTS = 128  # parts of the vocabulary whose largest logits are found at once
 
 
@@ -61,16 +58,18 @@ class OwnBody:
 class FusedBody:
     """A recognised decoder: products as the model stores their weights, one launch for each part between them.
 
-    Weights that read the same input are joined where memory allows it, since short products do not fill a GPU.
+    Weights that read the same input are joined where memory allows it. Where they read codes, the norm or the gate
+    before them writes these.
 
     Args:
-        decoder: recognised. batch, positions: the cache's size. joined: shared between bodies of one decoder.
+        decoder: recognised. batch, positions: the cache's size. products: shared between bodies of one decoder, by the
+            id of the first linear.
     """
 
     decoder: Decoder
     batch: int
     positions: int
-    joined: dict[int, "Joined | None"] = field(default_factory=dict)
+    products: dict[int, Products] = field(default_factory=dict)
     how = "fused"
 
     def __post_init__(self) -> None:
@@ -136,12 +135,27 @@ class FusedBody:
         starts: dict[tuple[int, int], Tensor],
     ) -> Tensor:
         """The result of a block's MLP [batch, hidden]; the residual stream lacks only this one afterwards."""
-        x = residual.new_empty(residual.shape, dtype=self.decoder.dtype)
-        add_norm(residual, added, after, block.before_attention, x)
-        y = self.attend(block, self._products((block.q, block.k, block.v), x), keys, values, starts)
+        qkv, mlp = self._products(block.q, block.k, block.v), self._products(block.gate, block.up)
+        x = self._normed(residual, added, after, block.before_attention, qkv.coding)
+        y = self.attend(block, qkv(x), keys, values, starts)
         y = block.o(y.flatten(1))
-        add_norm(residual, y, block.after_attention, block.before_mlp, x)
-        return block.down(gated(*self._products((block.gate, block.up), x), block.activation))
+        x = self._normed(residual, y, block.after_attention, block.before_mlp, mlp.coding)
+        return self._down(block, *mlp(x))
+
+    def _normed(
+        self, residual: Tensor, added: Tensor | None, after: Norm | None, norm: Norm, coding: Coding | None
+    ) -> Tensor | Codes:
+        """The residual stream after the sum, normalised: what products read."""
+        if coding is not None:
+            return add_norm_codes(residual, added, after, norm, self.decoder.dtype, coding)
+        return add_norm(residual, added, after, norm, residual.new_empty(residual.shape, dtype=self.decoder.dtype))
+
+    def _down(self, block: DecoderBlock, gate: Tensor, up: Tensor) -> Tensor:
+        """The result of the second product of a block's MLP."""
+        down = self._products(block.down)
+        if down.coding is None or gate.shape[1] > MOST_GATED:
+            return block.down(gated(gate, up, block.activation))
+        return down(gated_codes(gate, up, block.activation, down.coding))[0]
 
     def attend(
         self,
@@ -183,96 +197,12 @@ class FusedBody:
         for length in self.lengths.values():
             length.sub_(padding[:, None])
 
-    def _products(self, linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...]:
-        """The products of several linears with one input: [batch, out_i], rows at any distance."""
-        if (whole := together(linears)) is not None:
-            return whole(x).split([linear.out_features for linear in linears], -1)
+    def _products(self, *linears: nn.Module) -> Products:
+        """The products of several linears with one input."""
         key = id(linears[0])
-        if key not in self.joined:
-            self.joined[key] = Joined.of(linears)
-        made = self.joined[key]
-        return tuple(linear(x) for linear in linears) if made is None else made(x)
-
-
-@dataclass(frozen=True)
-class Joined:
-    """The rows of several weights that are stored alike, in one weight: one product for one input.
-
-    sizes: number of rows of each.
-    """
-
-    weight: Tensor | Packed | W8
-    bias: Tensor | None
-    sizes: tuple[int, ...]
-    x_scale: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        if isinstance(self.weight, Tensor):
-            return F.linear(x, self.weight, self.bias).split(self.sizes, -1)
-        if isinstance(self.weight, Packed):
-            y = int_matmul(x, self.weight)
-        else:
-            y = w8a8_matmul(x, self.weight, x_scale=self.x_scale)
-        return (y if self.bias is None else y + self.bias).split(self.sizes, -1)
-
-    @classmethod
-    def of(cls, linears: Sequence[nn.Module]) -> "Joined | None":
-        """None: they are stored in different ways or in a format that cannot be joined, or memory is short."""
-        stored = [_rows(linear) for linear in linears]
-        first = stored[0]
-        if any(s is None or type(s) is not type(first) for s in stored):
-            return None
-        size = sum(t.numel() * t.element_size() for s in stored for t in _tensors(s))
-        if size * SPARE > free_memory(_tensors(first)[0].device):
-            return None
-        biases = [linear.bias for linear in linears]
-        if any((b is None) != (biases[0] is None) for b in biases):
-            return None
-        bias = None if biases[0] is None else torch.cat(biases)
-        sizes = tuple(linear.out_features for linear in linears)
-        if isinstance(first, Tensor):
-            return cls(torch.cat(stored), bias, sizes) if len({s.dtype for s in stored}) == 1 else None
-        columns = first.shape[1]
-        if isinstance(first, Packed):
-            alike = {(s.layout, s.bits, s.group_size, s.scale.dtype, s.zero is None) for s in stored}
-            if len(alike) > 1 or first.layout != "rows":
-                return None
-            zero = None if first.zero is None else torch.cat([s.zero for s in stored])
-            codes, scale = (torch.cat([getattr(s, name) for s in stored]) for name in ("codes", "scale"))
-            return cls(first._replace(codes=codes, scale=scale, zero=zero, shape=(sum(sizes), columns)), bias, sizes)
-        steps = [getattr(linear.parts[0], "x_scale", None) for linear in linears]
-        same = all((s is None) == (steps[0] is None) and (s is None or torch.equal(s, steps[0])) for s in steps)
-        if not same or any(s.layout != "rows" or s.scale.dim() != 1 or s.codes.dtype != first.codes.dtype
-                           for s in stored):  # fmt: skip
-            return None
-        codes, scale = (torch.cat([getattr(s, name) for s in stored]) for name in ("codes", "scale"))
-        return cls(first._replace(codes=codes, scale=scale, shape=(sum(sizes), columns)), bias, sizes, steps[0])
-
-
-def _rows(linear: nn.Module) -> Tensor | Packed | W8 | None:
-    """The stored weight of a linear whose product is that weight's alone, or None."""
-    if type(linear) is nn.Linear:
-        return linear.weight.detach()
-    parts = getattr(linear, "parts", ())
-    if len(parts) != 1 or getattr(linear, "transform", None) is not None:
-        return None
-    stored = getattr(parts[0], "packed", None)
-    stored = getattr(parts[0], "w8", None) if stored is None else stored
-    return stored if isinstance(stored, Packed | W8) else None
-
-
-def _tensors(stored: Tensor | Packed | W8) -> list[Tensor]:
-    if isinstance(stored, Tensor):
-        return [stored]
-    return [t for t in (stored.codes, stored.scale, getattr(stored, "zero", None)) if t is not None]
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device."""
-    if device.type != "cuda":
-        return 1 << 62
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached
+        if key not in self.products:
+            self.products[key] = Products.of(linears)
+        return self.products[key]
 
 
 def largest(logits: Tensor, out: Tensor | None = None) -> Tensor:

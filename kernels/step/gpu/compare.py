@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels.step.gpu.between import add_norm, turn_and_store
-from kernels.step.gpu.body import FusedBody, Joined
+from kernels.step.gpu.body import FusedBody
+from kernels.step.gpu.products import Products
 from kernels.step.outputs import TOKENS, check_outputs
 from kernels.step.recognition.decoder import Decoder, DecoderBlock
 from kernels.step.recognition.likeness import check_likeness
@@ -14,14 +15,14 @@ from kernels.step.recognition.parts import NotNative
 
 
 @torch.no_grad()
-def check_fused(model: nn.Module, decoder: Decoder, joined: dict[int, Joined | None]) -> None:
+def check_fused(model: nn.Module, decoder: Decoder, products: dict[int, Products]) -> None:
     """Compare the queries, keys and values of every layer, at the first and the last positions that the model has, and
     the outputs of every block and of the head, each from the model's own input.
 
     The tokens of a prompt are the sequences of one step: the i-th reads the i tokens before it.
 
     Args:
-        joined: the weights that bodies of this decoder share.
+        products: those that bodies of this decoder share.
 
     Raises:
         NotNative: something differs by more than rounding.
@@ -30,7 +31,7 @@ def check_fused(model: nn.Module, decoder: Decoder, joined: dict[int, Joined | N
         raise NotNative(f"{partial.name} has lost its attention or its MLP")
     if mixture := next((block for block in decoder.blocks if block.mixture is not None), None):
         raise NotNative(f"{mixture.name} is a mixture of experts")
-    body = FusedBody(decoder, TOKENS, TOKENS, joined)
+    body = FusedBody(decoder, TOKENS, TOKENS, products)
     check_likeness(model, decoder, _prepared)
     own = torch.arange(TOKENS, device=body.device)
     caches = {id(block): cache for block, cache in zip(decoder.blocks, body.cache, strict=True)}

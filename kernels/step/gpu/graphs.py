@@ -11,8 +11,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kernels.step.gpu import sizes
-from kernels.step.gpu.body import FusedBody, Joined, OwnBody, largest
+from kernels.step.gpu.body import FusedBody, OwnBody, largest
 from kernels.step.gpu.compare import check_fused
+from kernels.step.gpu.products import Products
 from kernels.step.gpu.stored import Room, StoredBody
 from kernels.step.recognition.decoder import Decoder
 from kernels.step.recognition.parts import NotNative
@@ -97,7 +98,7 @@ class Graphs:
     why_not_fused: str = ""
     in_use: bool = False
     _decoder: Decoder | None = None
-    _joined: dict[int, Joined | None] = field(default_factory=dict)
+    _products: dict[int, Products] = field(default_factory=dict)
     _steps: dict[tuple[int, int, Room | None], GraphStep] = field(default_factory=dict)
     _refused: dict[tuple[int, int, Room | None], str] = field(default_factory=dict)
     _pool: Any = None
@@ -109,10 +110,10 @@ class Graphs:
             return
         try:
             self._decoder = recognise(self.model, anywhere=True)
-            check_fused(self.model, self._decoder, self._joined)
+            check_fused(self.model, self._decoder, self._products)
         except (NotNative, torch.OutOfMemoryError) as error:
             self._decoder, self.why_not_fused = None, str(error).splitlines()[0]
-            self._joined.clear()
+            self._products.clear()
 
     @property
     def layers(self) -> list[tuple[int, int]]:
@@ -173,10 +174,10 @@ class Graphs:
         if room is not None:
             if self._decoder is None:
                 raise NotNative(f"only fused steps read a compressed cache, and {self.why_not_fused}")
-            return StoredBody(self._decoder, batch, positions, self._joined, room)
+            return StoredBody(self._decoder, batch, positions, self._products, room)
         if self._decoder is None:
             return OwnBody(self.model, batch, positions)
-        return FusedBody(self._decoder, batch, positions, self._joined)
+        return FusedBody(self._decoder, batch, positions, self._products)
 
 
 class GraphSteps:
