@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from compress import METHODS, apply
 from eval.speed.speed import GraphDecoder, TimedModel
-from kernels.harness.model import RoundedLinear, made
+from kernels.harness.model_weights import RoundedLinear, made
 from kernels.registry import recording
 from kernels.step.cache import static_cache
 from kernels.step.codes import Coding, coded

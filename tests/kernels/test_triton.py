@@ -223,7 +223,7 @@ def test_one_token_is_rounded_in_the_product_to_the_same_codes(how):
 @torch.no_grad()
 def test_steps_with_codes_have_the_bits_of_steps_without_in_fewer_launches(kind, rounding, product, monkeypatch):
     """Of one block: q, k and v, and gate and up, read the codes that a norm writes, and down those of a gate."""
-    from kernels.harness.model import made
+    from kernels.harness.model_weights import made
     from kernels.step.gpu import between, products
     from kernels.step.gpu.body import FusedBody
     from kernels.step.recognition.recognise import recognise
