@@ -6,12 +6,15 @@ accounting of "Kinetics" (arXiv:2506.05333), in which the cache counts like the 
 long contexts (arXiv:2405.08944). Deviations: compressed weights count with their stored bytes, embeddings with the rows
 that are looked up, experts with the number that a batch is expected to reach, and caches with the tensors that the
 model itself stores.
+
+Weights that a device's memory does not hold lie in its host's memory or on a disk, and are read for every token, ahead
+of their use (`Tiers`): Superpipeline (arXiv:2410.08791), TPI-LLM (arXiv:2410.00531).
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -45,6 +48,58 @@ def predict(name: str, work: Work, *, context: int, batch: int = 1, ceilings: Ce
     computing = flops / rate if rate else 0.0
     bound = "memory" if moving >= computing else "compute"
     return CostRow(name, batch, context, weights, cache, flops, max(moving, computing), bound)
+
+
+def predict_prompt(name: str, model: nn.Module, like: Work, *, tokens: int, ceilings: Ceilings) -> CostRow:
+    """The least time in which a device with these ceilings reads a prompt of one sequence, in one pass.
+
+    Args:
+        name: of the model in the row. model: may hold stand-ins (`eval.speed.work.StoredLinear`).
+        like: its work, with the cache in the form in which a prompt's queries read it.
+        tokens: of the prompt; only the last one needs logits.
+    """
+    parts = _predicted_parts(model, like, context=tokens, batch=1, tokens=tokens, ceilings=ceilings)
+    size, flops = (sum(getattr(part, kind) for part in parts.values()) for kind in ("bytes", "operations"))
+    cache = parts[ATTENTION].bytes if ATTENTION in parts else 0.0
+    rate = ceilings.rates.get("bfloat16")
+    moving, computing = size / ceilings.bandwidth, flops / rate if rate else 0.0
+    bound = "memory" if moving >= computing else "compute"
+    return CostRow(name, 1, tokens, size - cache, cache, flops, max(moving, computing), bound)
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Weights split over the memory of a device, that of its host, and a disk.
+
+    Attributes:
+        held_bytes: stay in the device's memory.
+        host_bytes, disk_bytes: are read for every token, from the host's memory over the link between host and device,
+            or from the disk and then over the link.
+        rest_bytes: of norms behind the blocks, and of an embedding of its own, whose rows are looked up in its tier.
+    """
+
+    held_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    rest_bytes: int
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes that come over the link for every token."""
+        return self.host_bytes + self.disk_bytes
+
+    def seconds(self, row: CostRow, *, link: float | None, disk: float | None) -> dict[str, float]:
+        """{what limits a pass: its seconds}. All work at once, so that a pass takes the longest.
+
+        Args:
+            row: of a pass whose weights are all in the device's memory.
+            link, disk: bytes per second; None: no such tier, or a link that does not limit.
+        """
+        return {
+            row.bound: row.predicted_s or 0.0,
+            "link": self.streamed_bytes / link if link else 0.0,
+            "disk": self.disk_bytes / disk if disk else 0.0,
+        }
 
 
 def combine(
@@ -177,9 +232,8 @@ def _predicted_parts(
         its_rows = batch if name == head else rows  # only the last token of a prompt needs logits
         for place, more in enumerate((one.weight_bytes(its_rows), one.flops(0, its_rows), like.repeats.get(name, 1))):
             found.setdefault(part, [0.0, 0.0, 0])[place] += more
-    seen = [i + 1 for i in range(tokens)] or [context] * batch
     for layer in like.cache:
-        positions = sum(map(layer.attended, seen))
+        positions = layer.attended_by(tokens) if tokens else batch * layer.attended(context)
         # A prompt is read in one piece, and its states are written once.
         read = layer.readers * layer.bytes * (tokens or positions) + 2 * layer.state * (1 if tokens else batch)
         macs = layer.macs if layer.prompt_macs is None or not tokens else layer.prompt_macs

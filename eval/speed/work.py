@@ -63,6 +63,11 @@ class CacheLayer:
         """How many of `context` positions a query attends to."""
         return min(self.positions(context), self.chosen or context)
 
+    def attended_by(self, tokens: int) -> int:
+        """The sum of `attended` over all queries of a prompt, of which the first sees one position."""
+        most = self.attended(tokens)
+        return most * (most + 1) // 2 + (tokens - most) * most
+
     def read(self, context: int) -> float:
         """Bytes that a step reads behind `context` positions, and those of states that it writes."""
         return self.readers * self.bytes * self.attended(context) + 2 * self.state

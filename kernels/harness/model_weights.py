@@ -56,6 +56,13 @@ SHAPES: dict[str, tuple[type[PreTrainedModel], Any]] = {
             num_key_value_heads=8, vocab_size=152064, max_position_embeddings=131072, rope_theta=1000000.0,
         ),
     ),
+    "yi-34b": (
+        LlamaForCausalLM,
+        lambda: LlamaConfig(
+            num_hidden_layers=60, hidden_size=7168, intermediate_size=20480, num_attention_heads=56,
+            num_key_value_heads=8, vocab_size=64000, max_position_embeddings=200000, rope_theta=5000000.0,
+        ),
+    ),
     "llama-405b": (
         LlamaForCausalLM,
         lambda: LlamaConfig(

@@ -25,9 +25,9 @@ from compress.plan import check_recipe
 from compress.recipe import parse_recipe
 from compress.walk.blocks import find_blocks, targets
 from compress.walk.experts import split_experts
-from compress.walk.window import Window, plan_window
+from compress.walk.window import plan_window
 from eval.record.serving import Combination
-from eval.speed.cost import combine
+from eval.speed.cost import Tiers, combine
 from eval.speed.work import CacheLayer, StoredLinear, StoredTable, Work, stored_bytes, work
 from kernels.harness.model_weights import SHAPES
 from kernels.support.deploy import deployed
@@ -100,17 +100,32 @@ def plain_weights(name: str, model: nn.Module, parameter: str = "MODEL") -> Weig
         ) from error
 
 
-def window_of(weights: Weights, memory: int) -> Window:
-    """What stays in a memory and what is read for every token, of weights that lie on disk (`compress.in_window`).
+def tiers_of(name: str, weights: Weights, memory: int, host: int | None, disk: bool) -> Tiers:
+    """What stays in a device's memory, and what is read for every token (`compress.in_window`): as much of it as the
+    host's memory holds from there, and the rest from a disk.
+
+    Args:
+        name: of the weights, for the error. memory, host: bytes of the device and of its host; None: no weights stay in
+            the host's memory. disk: whether weights may lie on a disk.
 
     Raises:
-        ValueError: the memory does not hold two blocks.
+        ValueError: a memory does not hold two blocks, or all of them together do not hold the weights.
     """
     prefix, blocks = find_blocks(weights.model)
     sizes = {f"{prefix}.{index}": stored_bytes(block) for index, block in enumerate(blocks)}
     if (head := weights.model.get_output_embeddings()) is not None:
         sizes["head"] = stored_bytes(head)
-    return plan_window(sizes, memory, "--memory")
+    window = plan_window(sizes, memory, "--memory")
+    away, rest = {one: sizes[one] for one in window.streamed}, weights.nbytes - sum(sizes.values())
+    if disk:
+        held = plan_window(away, host, "--host-memory").held_bytes if host and away else 0
+        return Tiers(window.held_bytes, held, window.streamed_bytes - held, rest)
+    if weights.nbytes > memory and (needed := window.streamed_bytes + rest) > (host or 0):
+        raise ValueError(
+            f"`--host-memory` (={host} bytes) must be at least {needed / 1e9:,.2f} GB, the bytes of the weights {name} "
+            "that `--memory` does not hold; or give `--disk`, from which the others are read"
+        )
+    return Tiers(window.held_bytes, window.streamed_bytes, 0, rest)
 
 
 def check_weights(name: str, methods: Sequence[Method], parameter: str, cache_parameter: str = "--cache") -> None:

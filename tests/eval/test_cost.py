@@ -307,6 +307,12 @@ def test_predictions_meet_measurements(tiny):
     assert row(Cost, json.loads(json.dumps(plain(cost.found())))) == cost and "<table>" in cost._repr_html_()
 
 
+def test_positions_that_a_prompt_attends_to():
+    """Ten queries: all positions up to their own, at most 4 of a window, at most 3 that are chosen."""
+    whole, window, chosen = CacheLayer(1, 1, None), CacheLayer(1, 1, 4), CacheLayer(1, 1, None, chosen=3)
+    assert [layer.attended_by(10) for layer in (whole, window, chosen)] == [55, 34, 27]
+
+
 def test_work_of_nothing_but_weights():
     assert Work(10.0, 2.0, 3.0, (Experts(8.0, 4.0, 4, 2),), (), "bfloat16").weight_bytes(2) == 10 + 4 + 8 * 0.75
 

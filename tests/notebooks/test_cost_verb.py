@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -11,13 +12,14 @@ from compress.kv import attached
 from compress.linear import compressed_linears
 from compress.recipe import methods_of
 from eval.machine.size import size
-from eval.speed.cost import predict
-from eval.speed.devices import DATA_SHEETS, ceilings_of
+from eval.speed.cost import Tiers, predict, predict_prompt
+from eval.speed.devices import DATA_SHEETS, ceilings_of, link_of
 from eval.speed.work import work
 from kernels.support.deploy import deployed
 from notebooks.batch.cli import main
 from notebooks.study import costs
 
+ROOT = Path(__file__).parents[2]
 AT = {"context": 300, "batch": 3}
 ARGUMENTS = ["--context", "300", "--batch", "3", "--device", "l4"]
 
@@ -62,7 +64,7 @@ def test_predictions_are_those_of_the_compressed_model(architecture, folder, tok
     models = {"16 bits": model} | {text: apply(text, copy.deepcopy(model), tokens(2)).model for text in recipes}
     for name, one in models.items():
         row = predict(name, work(deployed(one)), **AT, ceilings=ceilings)
-        weights, cache, _, least, tokens_per_s, bound = rows[name]
+        weights, cache, _, least, tokens_per_s, bound, _ = rows[name]
         assert weights == f"{row.weight_bytes / 1e6:,.1f} MB" and cache == f"{row.cache_bytes / 1e6:,.1f} MB"
         assert least == f"{row.predicted_s * 1e3:,.3g} ms" and tokens_per_s == f"{3 / row.predicted_s:,.0f}"
         assert bound == "memory"
@@ -108,14 +110,16 @@ def test_what_fits_into_a_memory(capsys):
     assert main([*arguments, *few]) == 0
     out = capsys.readouterr().out
     rows = table(out)
-    weights, each, room, sequences, _, _, bound = rows["16 bits", "16 bits"]
+    weights, each, room, sequences, _, _, bound, prompt, swap = rows["16 bits", "16 bits"]
     assert (weights, each, bound) == ("16,060.5", "1,073.7", "memory")
     wide = 8192 * 2 * 3 * (4096 + 14336) + 6 * 128256
     assert room == f"{wide / 1e6:,.1f}" and sequences == f"{(24_000_000_000 - 16_060_522_496 - wide) // 1_073_741_824}"
     assert float(rows["16 bits", "half"][2].replace(",", "")) == pytest.approx(
         (wide + 1_073_741_824 / 2) / 1e6, abs=0.2
     )
-    assert rows["four", "half"][-1] == "most sequences, most tokens/s" and len(rows["four", "16 bits"]) == 7
+    assert prompt == "800 ms, compute" and swap == "34.1 ms", "1,073,741,824 bytes at 31.5 GB/s"
+    assert "a switch moves the cache of one to the host" in out
+    assert rows["four", "half"][-1] == "most sequences, most tokens/s" and len(rows["four", "16 bits"]) == 9
     assert "weights, four: gptq(bits=4, group_size=64)\ncache, half: snapkv(budget=0.5)\n" in out
     assert main([*arguments, *few, "--batch", "12"]) == 0
     rows = table(capsys.readouterr().out)
@@ -178,7 +182,96 @@ def test_a_device_by_its_data_sheet():
     ceilings, how = ceilings_of("a100-80gb")
     assert ceilings.memory == pytest.approx(2.039e12) and ceilings.rates == {"bfloat16": 312e12}
     assert how == "its data sheet"
-    assert all(0.1 < bandwidth < 10 and 50 < rate < 3000 for bandwidth, rate in DATA_SHEETS.values())
+    assert all(0.1 < bandwidth < 10 and 50 < rate < 3000 for bandwidth, rate, _ in DATA_SHEETS.values())
+    assert link_of("a100-80gb") == pytest.approx(16 * 16e9 * 128 / 130 / 8, rel=1e-3), "16 lanes of 16 GT/s"
+    assert link_of("h200") == 2 * link_of("l4") and link_of("here") is None
+
+
+BLOCK = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) * 2  # bytes of the linears of a block of Llama-8B
+NORMS, HEAD = 2 * 4096 * 2, 128256 * 4096 * 2
+
+
+@pytest.fixture(scope="module")
+def llama_8b():
+    return costs.plain_weights("llama-8b", costs.outline("llama-8b"))
+
+
+@pytest.mark.parametrize(("disk", "bound"), [(2e9, "disk"), (100e9, "link"), (None, "link")])
+def test_weights_in_three_tiers(disk, bound, llama_8b):
+    """9 blocks and the head stay in 6 GB, 9 more in 5 GB of the host, where two are staged; 14 on a disk. Without a disk
+    the host holds all 23."""
+    tiers = costs.tiers_of("16 bits", llama_8b, 6 * 10**9, 5 * 10**9 if disk else 12 * 10**9, bool(disk))
+    one, away = BLOCK + NORMS, 14 if disk else 0
+    assert tiers == Tiers(HEAD + 9 * one, (23 - away) * one, away * one, HEAD + 4096 * 2), "the last: embedding, norm"
+    row = predict("", llama_8b.work, context=1024, ceilings=ceilings_of("rtx-4090")[0])
+    seconds = tiers.seconds(row, link=31.5e9, disk=disk)
+    assert max(seconds, key=seconds.__getitem__) == bound and list(seconds) == ["memory", "link", "disk"]
+    assert seconds["memory"] == row.predicted_s and seconds["link"] == pytest.approx(23 * one / 31.5e9)
+    assert seconds["disk"] == pytest.approx(away * one / (disk or 1))
+
+
+def test_a_host_that_is_too_small_and_a_device_that_is_large_enough(llama_8b):
+    needed = (23 * (BLOCK + NORMS) + HEAD + 4096 * 2) / 1e9
+    with pytest.raises(ValueError, match=rf"`--host-memory` \(=11000000000 bytes\) must be at least {needed:.2f} GB"):
+        costs.tiers_of("16 bits", llama_8b, 6 * 10**9, 11 * 10**9, False)
+    with pytest.raises(ValueError, match=r"`--host-memory` \(=100000000 bytes\) does not hold two"):
+        costs.tiers_of("16 bits", llama_8b, 6 * 10**9, 10**8, True)
+    tiers = costs.tiers_of("16 bits", llama_8b, 17 * 10**9, 10**6, False)
+    assert tiers.streamed_bytes == 0 and tiers.held_bytes + tiers.rest_bytes == llama_8b.nbytes
+
+
+def test_tiers_are_shown_with_what_binds(capsys):
+    """Also as JSON. A link that is given counts in place of the data sheet's."""
+    arguments = ["cost", "llama-1b", "--device", "l4", "--memory", "1.5GB", "--host-memory", "0.8GB", "--disk", "5GB"]
+    assert main([*arguments, "--link", "4GB", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    row = said["rows"][0]
+    assert said["link_bytes_per_s"] == 4e9 and row["disk_bytes"] == 1.5 * row["host_bytes"], "6 and 4 blocks of 16"
+    assert row["disk_seconds"] == row["disk_bytes"] / 5e9 and row["link_seconds"] == row["streamed_bytes"] / 4e9
+    assert (row["bound"], row["seconds"]) == ("link", row["link_seconds"])
+    assert (row["prompt_bound"], row["prompt_seconds"]) == ("link", row["link_seconds"])
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert f"{row['disk_bytes'] / 1e6:,.1f} MB" in shown and "between host and device: 31.5 GB/s" in shown
+    assert shown.split("\n\n")[0].splitlines()[2].endswith("disk      146 ms, disk"), "as the link is faster"
+    assert "caches and activations come on top of --memory" in shown
+
+
+def test_the_time_of_a_prompt(llama_8b):
+    """By operations if it is long, by the bytes of the weights and of its cache if it is short."""
+    how = {"like": llama_8b.work, "ceilings": ceilings_of("rtx-4090")[0]}
+    row = predict_prompt("", llama_8b.model, tokens=8192, **how)
+    attention = 32 * 32 * (128 + 128) * 8192 * 8193 / 2  # layers, heads, channels of keys and values, pairs
+    assert row.flops == 2 * (8192 * 32 * BLOCK / 2 + HEAD / 2 + attention), "logits of the last token alone"
+    assert (row.bound, row.predicted_s) == ("compute", pytest.approx(row.flops / 165e12))
+    row = predict_prompt("", llama_8b.model, tokens=16, **how)
+    assert row.cache_bytes == 16 * 131_072
+    assert row.weight_bytes == 32 * (BLOCK + NORMS) + HEAD + 4096 * 2 + 16 * 4096 * 2
+    assert (row.bound, row.predicted_s) == (
+        "memory",
+        pytest.approx((row.weight_bytes + row.cache_bytes) / 1.008e12),
+    )
+
+
+def test_a_cache_is_moved_over_the_link(capsys):
+    arguments = ["cost", "tiny", "--memory", "30MB", "--device", "l4", *given("rtn"), "--cache", "kv_int"]
+    assert main([*arguments, "--link", "20MB", "--json"]) == 0
+    plain, packed, *_ = json.loads(capsys.readouterr().out)["rows"]
+    assert plain["cache_bytes"] == 1024 * 256 and plain["swap_seconds"] == 1024 * 256 / 20e6
+    assert packed["swap_seconds"] == packed["cache_bytes"] / 20e6 < plain["swap_seconds"] / 2
+    assert packed["prompt_seconds"] == plain["prompt_seconds"], "a prompt is read before its cache is stored"
+
+
+def test_the_published_peaks_follow_from_shapes():
+    """Yi-34B on an A100: 34.4B parameters, and 60 layers with 8 heads of 128 channels for keys and for values."""
+    (file,) = (ROOT / "reports" / "published" / "papers").glob("peak-analysis-*.jsonl")
+    long, short = [json.loads(line) for line in file.read_text().splitlines()]
+    token = 60 * 2 * 8 * 128 * 2
+    for said, context in ((long, 50_000), (short, 4_000)):
+        assert said["cache_bytes_per_token"] == token and round(said["rows"][0]["weight_bytes"] / 2e9, 1) == 34.4
+        assert said["rows"][0]["swap_seconds"] == context * token / 31.5e9
+        room, left = said["rows"][0]["room"], 80 * 2**30 - said["rows"][0]["weight_bytes"]
+        assert said["rows"][0]["sequences"] == (left - room) // (context * token)
 
 
 def test_what_a_disk_gives_of_weights_that_do_not_fit(capsys):
@@ -189,9 +282,9 @@ def test_what_a_disk_gives_of_weights_that_do_not_fit(capsys):
     rows = {name: rest for (name, _), rest in table(said).items()}
     block, head = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336 + 2) * 2, 128256 * 4096 * 2  # bytes
     away = 32 - (6_000_000_000 - head - 2 * block) // block
-    assert rows["16 bits"][0] == f"{away * block / 1e6:,.1f} MB"
-    assert rows["16 bits"][1] == "5.02 s" and rows["16 bits"][-1] == "disk"
-    assert rows["gptq(bits=4)"][0] == "0.0 MB" and rows["gptq(bits=4)"][-1] == "memory"
+    assert rows["16 bits"][:2] == ["0.0 MB", f"{away * block / 1e6:,.1f} MB"]
+    assert rows["16 bits"][5:7] == ["5.02 s", "5.02 s"] and rows["16 bits"][-2] == "disk"
+    assert rows["gptq(bits=4)"][1] == "0.0 MB" and rows["gptq(bits=4)"][-2] == "memory"
     assert "a step of 1 x 1 token" in said
 
 
@@ -200,6 +293,12 @@ def test_what_a_disk_gives_of_weights_that_do_not_fit(capsys):
     [
         (["--disk", "2GB", "--memory", "1GB", "--cache", "kv_int"], "`--cache` does not matter with `--disk`"),
         (["--disk", "2GB"], "`--disk` (='2GB') needs `--memory`"),
+        (["--host-memory", "2GB"], "`--host-memory` (='2GB') needs `--memory`"),
+        (["--host-memory", "2GB", "--memory", "1GB", "--device", "here"], "`--host-memory` (='2GB') needs `--link`"),
+        (["--host-memory", "2GB", "--memory", "1GB", "--cache", "kv_int"], "does not matter with `--host-memory`"),
+        (["--host-memory", "none", "--memory", "1GB"], "`--host-memory` (='none') must be a number of bytes"),
+        (["--link", "20GB"], "`--link` (='20GB') needs `--memory`"),
+        (["--link", "-1", "--memory", "1GB"], "`--link` (='-1') must be a number of bytes"),
         (["--disk", "2GB", "--memory", "1000"], "`--memory` (=1000 bytes) does not hold two"),
         (["--context", "0"], "`--context` (=0) must be 1 or more"),
         (["--batch", "-2"], "`--batch` (=-2) must be 1 or more"),

@@ -1,5 +1,5 @@
 """`workbench cost MODEL`: the bytes and the least time of a decoding step, of the model as it is and with recipes, and
-how many sequences fit into a memory.
+how many sequences fit into a memory, or how fast weights decode that a memory does not hold.
 
 Nothing is loaded or compressed: shapes come from the configuration, and stored sizes from the formats of the recipes.
 """
@@ -15,7 +15,7 @@ def declare(command) -> None:
     """The options of `workbench cost`."""
     names = (
         "a folder, a .gguf file, a hub id, smollm2-135m (embedded), or a shape: llama-1b, llama-8b, qwen3-8b, "
-        "qwen2.5-72b, llama-405b, deepseek-v3"
+        "yi-34b, qwen2.5-72b, llama-405b, deepseek-v3"
     )
     parser = command(
         "cost",
@@ -57,7 +57,22 @@ def declare(command) -> None:
         metavar="BYTES",
         default="",
         help="a device's memory, such as 24GB: how many sequences of this context fit into it with each combination of "
-        "weights and caches, and how fast they decode; a standard set of recipes and caches unless some are given",
+        "weights and caches, and how fast they decode; a standard set of recipes and caches unless some are given; "
+        "with --host-memory or --disk the bytes of weights that stay in it",
+    )
+    parser.add_argument(
+        "--host-memory",
+        metavar="BYTES",
+        default="",
+        help="memory of the device's host, such as 64GB, from which weights that --memory does not hold are read over "
+        "the link for every token; with --disk those that fit into neither are read from there",
+    )
+    parser.add_argument(
+        "--link",
+        metavar="BYTES",
+        default="",
+        help="bytes per second in one direction between host and device, such as 20GB (default: by the device's data "
+        "sheet); a sequence's cache is moved over it, too, if more are served than fit",
     )
     parser.add_argument(
         "--disk",
@@ -71,23 +86,20 @@ def declare(command) -> None:
 
 def cost(options: argparse.Namespace) -> int:
     """Print a row for every combination of weights and caches."""
-    from kernels.support.units import bytes_of
-
-    memory, disk = bytes_of(options.memory, "--memory"), bytes_of(options.disk, "--disk")
-    if disk and not memory:
-        raise ValueError(f"`--disk` (={options.disk!r}) needs `--memory`, the bytes of weights that stay in it")
-    if disk and options.cache:
-        raise ValueError("`--cache` does not matter with `--disk`, which holds weights in `--memory`; leave it out")
     _check(options)
+    memory, host, link, disk = _sizes(options)
     from compress.embedding import stored_specs
     from compress.search.caches import STANDARD_CACHES
+    from eval.speed.cost import predict_prompt
     from eval.speed.devices import ceilings_of
     from eval.speed.work import cache_bytes_per_token
     from notebooks.batch.status import aligned
     from notebooks.study import costs
 
-    recipes = _recipes(options.recipe, "--recipe", costs.check_weights, costs.WEIGHTS if memory and not disk else "")
-    caches = _recipes(options.cache, "--cache", costs.check_cache, STANDARD_CACHES if memory and not disk else "")
+    tiered = bool(host or disk)
+    serving = memory and not tiered
+    recipes = _recipes(options.recipe, "--recipe", costs.check_weights, costs.WEIGHTS if serving else "")
+    caches = _recipes(options.cache, "--cache", costs.check_cache, STANDARD_CACHES if serving else "")
     model = costs.outline(options.model)
     plain = costs.plain_weights(options.model, model)
     stored = {"as stored" if stored_specs(model) else costs.PLAIN: plain}
@@ -96,36 +108,76 @@ def cost(options: argparse.Namespace) -> int:
     kept |= {name: costs.stored_cache(one, model, plain, options.context) for name, one in caches.items()}
     ceilings, how = ceilings_of(options.device)
     about = {"context": options.context, "batch": options.batch, "ceilings": ceilings}
-    if disk:
-        facts, cells = _rows_of_disk(stored, memory, disk, **about)
+    prompts = {
+        name: predict_prompt(name, one.model, one.work, tokens=options.context, ceilings=ceilings)
+        for name, one in stored.items()
+    }
+    if tiered:
+        tiers = {name: costs.tiers_of(name, one, memory, host, bool(disk)) for name, one in stored.items()}
+        facts, cells = _rows_of_tiers(tiers, stored, prompts, {"link": link, "disk": disk}, **about)
     elif memory:
-        facts, cells = _rows_of_memory(options, costs.combinations(model, stored, kept, caches, memory=memory, **about))
+        found = costs.combinations(model, stored, kept, caches, memory=memory, **about)
+        facts, cells = _rows_of_memory(options, found, prompts, link)
     else:
-        facts, cells = _rows(stored, kept, **about)
+        facts, cells = _rows(stored, kept, prompts, **about)
     grows = cache_bytes_per_token(model.config)
     if options.json:
         asked = {"model": options.model, "device": options.device, "context": options.context, "batch": options.batch}
         rates = {"read_bytes_per_s": ceilings.bandwidth, "flops_per_s": ceilings.rates.get("bfloat16"), "how": how}
+        rates |= {"link_bytes_per_s": link, "disk_bytes_per_s": disk, "memory": memory, "host_memory": host}
         print(json.dumps(asked | rates | {"cache_bytes_per_token": grows, "rows": facts}))
         return 0
     print(aligned(cells))
     peak = ceilings.rates.get("bfloat16")
     rate = f" and {peak / 1e12:,.3g} TFLOP/s" if peak else ""
-    together = "as many rows as fit" if memory and not disk and options.batch is None else options.batch or 1
+    together = "as many rows as fit" if serving and options.batch is None else options.batch or 1
     print(
         f"\na step of {together} x 1 token behind {options.context:,} on {options.device}: "
         f"{ceilings.bandwidth / 1e9:,.0f} GB/s{rate} ({how})"
     )
     print(f"each token adds {grows / 1e3:,.3f} kB to the cache in 16 bits, in layers without a window")
-    if disk:
-        print("one block is read while the one before computes; the embedding's rows are read as they are looked up")
-    elif memory:
-        print(_ROOM)
+    print(f"prompt: {options.context:,} tokens of one sequence, read in one pass")
+    if memory and link:
+        print(f"between host and device: {link / 1e9:,.3g} GB/s in one direction")
+    if memory:
+        print(_STREAMED if tiered else _ROOM + _SWAP * bool(link))
     for kind, named in (("weights", recipes), ("cache", caches)):
         for name, one in named.items():
             if not costs.is_recipe(name):
                 print(f"{kind}, {name}: {', '.join(map(str, one))}")
     return 0
+
+
+def _sizes(options: argparse.Namespace) -> tuple[int | None, int | None, float | None, int | None]:
+    """Bytes of the device's and of the host's memory, and bytes per second of the link and of the disk.
+
+    Raises:
+        ValueError: one is no number of bytes, or needs another one, or makes another option void.
+    """
+    from eval.speed.devices import link_of
+    from kernels.support.units import bytes_of
+
+    memory, host, link, disk = (
+        bytes_of(getattr(options, name.replace("-", "_")), f"--{name}")
+        for name in ("memory", "host-memory", "link", "disk")
+    )
+    for option, size in (("host-memory", host), ("disk", disk)):
+        if size and not memory:
+            text = getattr(options, option.replace("-", "_"))
+            raise ValueError(f"`--{option}` (={text!r}) needs `--memory`, the bytes of weights that stay in it")
+        if size and options.cache:
+            raise ValueError(
+                f"`--cache` does not matter with `--{option}`, which holds weights in `--memory`; leave it out"
+            )
+    if link and not memory:
+        raise ValueError(f"`--link` (={options.link!r}) needs `--memory`, beyond which weights and caches are moved")
+    rate = link or link_of(options.device)
+    if host and not rate:
+        raise ValueError(
+            f"`--host-memory` (={options.host_memory!r}) needs `--link`, the bytes per second between host and device, "
+            f"which are known of devices by their data sheets, and not with `--device` (={options.device!r})"
+        )
+    return memory, host, rate, disk
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -167,43 +219,76 @@ def _recipes(texts: Sequence[str], option: str, check: Any, standard: str) -> di
 Rows = tuple[list[dict[str, Any]], list[tuple]]  # facts, and the cells of a table with its head
 
 
-def _rows(stored: Mapping[str, Any], kept: Mapping[str, Any], *, batch: int | None, **about: Any) -> Rows:
+def _time(seconds: float) -> str:
+    return f"{seconds:,.3g} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"
+
+
+def _prompt(seconds: float, bound: str) -> tuple[str, dict[str, Any]]:
+    """The cell of the time of a prompt, and its facts."""
+    return f"{_time(seconds)}, {bound}", {"prompt_seconds": seconds, "prompt_bound": bound}
+
+
+def _rows(
+    stored: Mapping[str, Any], kept: Mapping[str, Any], prompts: Mapping[str, Any], *, batch: int | None, **about: Any
+) -> Rows:
     """Predicted steps."""
     from dataclasses import replace
 
     from eval.speed.cost import predict
 
-    head = "weights", "cache", "weights read", "cache read", "operations", "least time", "tokens/s", "bound by"
-    facts, rows = [], [head]
+    sizes = "weights read", "cache read", "operations"
+    facts, rows = [], [("weights", "cache", *sizes, "least time", "tokens/s", "bound by", "prompt")]
     for name, one in stored.items():
+        prompt, its = _prompt(prompts[name].predicted_s, prompts[name].bound)
         for cache, layers in kept.items():
             row = predict(name, replace(one.work, cache=layers), batch=batch or 1, **about)
             read = f"{row.weight_bytes / 1e6:,.1f} MB", f"{row.cache_bytes / 1e6:,.1f} MB"
             time = f"{row.predicted_s * 1e3:,.3g} ms", f"{row.batch / row.predicted_s:,.0f}"
-            rows.append((name, cache, *read, f"{row.flops / 1e9:,.2f} GFLOP", *time, row.bound))
+            rows.append((name, cache, *read, f"{row.flops / 1e9:,.2f} GFLOP", *time, row.bound, prompt))
             sizes = {"weight_bytes": row.weight_bytes, "cache_bytes": row.cache_bytes, "flops": row.flops}
             facts.append({"weights": name, "cache": cache, **sizes, "seconds": row.predicted_s, "bound": row.bound})
+            facts[-1] |= its | {"prompt_flops": prompts[name].flops}
     return facts, rows
 
 
-def _rows_of_disk(stored: Mapping[str, Any], memory: int, disk: int, *, batch: int | None, **about: Any) -> Rows:
-    """Steps with weights of which the memory holds only some."""
+def _rows_of_tiers(
+    tiers: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    prompts: Mapping[str, Any],
+    rates: Mapping[str, float | None],
+    *,
+    batch: int | None,
+    **about: Any,
+) -> Rows:
+    """Steps with weights of which the device's memory holds only some."""
     from eval.speed.cost import predict
-    from notebooks.study.costs import window_of
 
-    facts, rows = [], [("weights", "stay in memory", "read from disk", "least time", "tokens/s", "bound by")]
-    for name, one in stored.items():
-        window, row = window_of(one, memory), predict(name, one.work, batch=batch or 1, **about)
-        seconds = window.seconds(disk, row.predicted_s)
-        bound = "disk" if seconds > row.predicted_s else row.bound
-        sizes = f"{window.held_bytes / 1e6:,.1f} MB", f"{window.streamed_bytes / 1e6:,.1f} MB"
-        time = f"{seconds:,.3g} s" if seconds >= 1 else f"{seconds * 1e3:,.3g} ms"
-        rows.append((name, *sizes, time, f"{row.batch / seconds:,.3g}", bound))
-        held = {"held_bytes": window.held_bytes, "streamed_bytes": window.streamed_bytes}
-        facts.append({"weights": name, **held, "seconds": seconds, "bound": bound})
+    places = "device memory", "host memory", "disk", "rest"
+    facts, rows = [], [("weights", *places, "device", "link", "disk", "least time", "tokens/s", "bound by", "prompt")]
+    for name, split in tiers.items():
+        row = predict(name, stored[name].work, batch=batch or 1, **about)
+        times, reading = split.seconds(row, **rates), split.seconds(prompts[name], **rates)
+        bound, slowest = max(times, key=times.__getitem__), max(reading, key=reading.__getitem__)
+        prompt, its = _prompt(reading[slowest], slowest)
+        sizes = [f"{size / 1e6:,.1f} MB" for size in asdict(split).values()]
+        speed = _time(times[bound]), f"{row.batch / times[bound]:,.3g}"
+        rows.append((name, *sizes, *map(_time, times.values()), *speed, bound, prompt))
+        each = {
+            f"{place}_seconds": took for place, took in zip(("device", "link", "disk"), times.values(), strict=True)
+        }
+        facts.append({"weights": name, **asdict(split), "streamed_bytes": split.streamed_bytes, **each})
+        facts[-1] |= {"seconds": times[bound], "bound": bound} | its
     return facts, rows
 
 
+_STREAMED = (
+    "device, link and disk work at once: one block is read while the one before computes; the rest is an embedding, "
+    "whose rows are read as they are looked up, and norms; caches and activations come on top of --memory"
+)
+_SWAP = (
+    "\nif more sequences are served than fit, a switch moves the cache of one to the host and that of another back, "
+    "each in the time of the column swap"
+)
 _ROOM = (
     "beside weights and caches there must be room to read a prompt in one pass (activations of all its tokens in the "
     "widest block, and for a policy that evicts its cache in 16 bits), or for a step's activations and logits; speeds "
@@ -211,7 +296,9 @@ _ROOM = (
 )
 
 
-def _rows_of_memory(options: argparse.Namespace, found: Sequence[Any]) -> Rows:
+def _rows_of_memory(
+    options: argparse.Namespace, found: Sequence[Any], prompts: Mapping[str, Any], link: float | None
+) -> Rows:
     """Combinations in a memory.
 
     Raises:
@@ -224,13 +311,17 @@ def _rows_of_memory(options: argparse.Namespace, found: Sequence[Any]) -> Rows:
     if most is None:
         given = f"`--memory` (={options.memory})", f"`--batch` (={options.batch})"
         raise ValueError(too_small(found, options.context, *given))
-    rows = [("weights", "cache", "weights, MB", "cache each, MB", "room, MB", "sequences", "tokens/s of one",
-             "tokens/s together", "bound by", "")]  # fmt: skip
+    facts, rows = [], [("weights", "cache", "weights, MB", "cache each, MB", "room, MB", "sequences", "tokens/s of one",
+                        "tokens/s together", "bound by", "prompt", "swap", "")]  # fmt: skip
     for one in found:
         marks = [text for text, best in (("most sequences", most), ("most tokens/s", quickest)) if one is best]
         if not one.fits:
             marks = [f"{one.sequences} fit" if one.sequences else f"one needs {one.least / 1e9:,.3g} GB"]
         sizes = (f"{size / 1e6:,.1f}" for size in (one.weight_bytes, one.cache_bytes, one.room))
         speeds = (f"{one.alone:,.0f}", f"{one.tokens_per_s:,.0f}", one.bound) if one.fits else ("", "", "")
-        rows.append((one.weights, one.cache, *sizes, f"{one.sequences:,}", *speeds, ", ".join(marks)))
-    return [asdict(one) for one in found], rows
+        prompt, its = _prompt(prompts[one.weights].predicted_s, prompts[one.weights].bound)
+        swap = one.cache_bytes / link if link else None
+        facts.append(asdict(one) | its | {"swap_seconds": swap})
+        moved = (prompt, _time(swap) if swap else "") if one.fits else ("", "")
+        rows.append((one.weights, one.cache, *sizes, f"{one.sequences:,}", *speeds, *moved, ", ".join(marks)))
+    return facts, rows
