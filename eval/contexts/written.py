@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from eval.text.divergence import distance
+from eval.text.divergence import Divergence, distance
+from eval.text.windows import mean_and_stderr
 from eval.writing.free_running import along, of_texts
 from eval.writing.generation import Written, until_end
 
@@ -17,14 +18,14 @@ Make = Callable[[Sequence[str]], Cache]  # names of variants -> their caches as 
 class OwnText(NamedTuple):
     """A text behind a cache, without its end token, and the predictions behind it along the full cache's text.
 
-    kl, guessed, count: summed KL from the full cache's predictions in nats, its tokens that are the most likely ones
-    here, and their number.
+    kl, guessed, count: summed KL from the full cache's predictions in nats, the number of tokens that are the most
+    likely ones of both, and the number of all.
     """
 
     tokens: list[int]
     ended: bool
     kl: float
-    guessed: int
+    guessed: float
     count: int
 
 
@@ -51,9 +52,7 @@ def write_behind(
         logits = model(ids, past_key_values=together, use_cache=True, logits_to_keep=len(text)).logits
         reference = logits[0] if reference is None else reference
         for name, own in zip(names, logits, strict=True):
-            kl, _ = distance(reference, own)
-            guessed = int((own.argmax(-1) == torch.tensor(text, device=own.device)).sum())
-            found[name] = OwnText(*written[name], kl, guessed, len(text))
+            found[name] = OwnText(*written[name], *distance(reference, own), len(text))
     return found
 
 
@@ -63,9 +62,12 @@ def own_text_metrics(texts: Sequence[OwnText], reference: Sequence[OwnText] | No
     if reference is None:
         return of_texts(written)
     known = [one for one in texts if one.count]
-    sums = [[getattr(one, name) for one in known] for name in ("kl", "guessed", "count")]
     found = of_texts(written, [Written(one.tokens, one.ended) for one in reference])
-    return found | (along(*sums) if known else {})
+    if not known:
+        return found
+    kls, guessed, counts = ([getattr(one, name) for one in known] for name in ("kl", "guessed", "count"))
+    means = (mean_and_stderr(sums, counts) for sums in (kls, guessed))
+    return found | along(Divergence(*next(means), *next(means), sum(counts)))
 
 
 def _greedy(model: nn.Module, ask: Tensor, cache: Cache, rows: int, new_tokens: int) -> Tensor:

@@ -11,13 +11,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from eval.text.divergence import compare_windows
+from eval.text.divergence import Divergence, compare_windows
+from eval.text.through_cache import attachment
 from eval.text.windows import Window, mean_and_stderr
 from eval.writing.generation import Written, first_difference, write
 from kernels.linear import fast_linear
 from kernels.support.positions import positions
 
-PASSAGES, PASSAGE_TOKENS = 16, 64
+PASSAGES = 16
+PASSAGE_TOKENS = 64
+OF_CACHES = 256  # tokens of a passage where a cache is compressed: fewer would stay in 16 bits, or be read as a whole
 _GRAM = 4
 
 
@@ -41,14 +44,16 @@ def free_running(
     Args:
         models: transformers decoders, with a compressed cache attached or not; without `baseline` among them nothing is
             compared.
-        texts: ids [1, n] each, from which PASSAGES passages of PASSAGE_TOKENS tokens are taken evenly; fewer and
-            shorter ones from short texts, and for models of few positions.
+        texts: ids [1, n] each, from which PASSAGES passages of PASSAGE_TOKENS tokens, or OF_CACHES if a model has a
+            compressed cache attached, are taken evenly; fewer ones from short texts, and shorter ones for models of few
+            positions.
         new_tokens: most tokens of a continuation.
         ends: tokens that end a continuation.
         beginning: special tokens before a passage.
     """
     room = min(positions(model) for model in models.values()) - len(beginning) - new_tokens
-    prompts = passages(texts, min(PASSAGE_TOKENS, room), beginning)
+    compressed = any(attachment(model) is not None for model in models.values())
+    prompts = passages(texts, min(OF_CACHES if compressed else PASSAGE_TOKENS, room), beginning)
     if room < 1 or not len(prompts):
         return {name: {} for name in models}
     with fast_linear():
@@ -60,8 +65,7 @@ def free_running(
         cut = [Window(torch.cat([p, p.new_tensor(t)])[None], len(t)) for p, t in lines]
         divergences = compare_windows(models[baseline], others, cut, "free-running text")[1] if cut else {}
         for name, one in divergences.items():
-            found[name] |= _known("free_running_kl", one.kl, one.kl_stderr)
-            found[name] |= _known("guess_acceptance", one.top1_agreement, one.top1_agreement_stderr)
+            found[name] |= along(one)
     return found
 
 
@@ -91,10 +95,10 @@ def of_texts(written: Sequence[Written], reference: Sequence[Written] | None = N
     return found | _mean("free_running_same_tokens", list(map(_same, reference, written)))
 
 
-def along(kls: Sequence[float], guessed: Sequence[int], counts: Sequence[int]) -> dict[str, float]:
-    """Metrics of predictions along the baseline's texts: summed KL, right guesses and number of tokens of each."""
-    kl = _known("free_running_kl", *mean_and_stderr(kls, counts))
-    return kl | _known("guess_acceptance", *mean_and_stderr(guessed, counts))
+def along(one: Divergence) -> dict[str, float]:
+    """The metrics of predictions along the baseline's texts."""
+    acceptance = _known("guess_acceptance", one.top1_agreement, one.top1_agreement_stderr)
+    return _known("free_running_kl", one.kl, one.kl_stderr) | acceptance
 
 
 def _same(reference: Written, other: Written) -> int:
@@ -108,5 +112,5 @@ def _mean(metric: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def _known(metric: str, value: float, stderr: float | None) -> dict[str, float]:
-    error = {} if stderr is None else {f"{metric}_stderr": stderr if stderr > 1e-12 else 0.0}  # rounding is no error
+    error = {} if stderr is None else {f"{metric}_stderr": 0.0 if stderr < 1e-12 else stderr}  # rounding is no error
     return {metric: value} | error

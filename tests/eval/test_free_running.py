@@ -98,6 +98,24 @@ def test_a_compressed_cache_is_read_through(pair):
     assert found["cache"]["free_running_kl"] > 1e-4
 
 
+@pytest.mark.parametrize("recipe", ["kv_int(bits=2)", "quest(budget=0.25, full_layers=0)"])
+def test_passages_are_long_enough_for_caches(tiny, recipe):
+    """Of 64 tokens, codes with their default residual would keep all in 16 bits, and a reading would read all."""
+    model = tiny("llama", max_position_embeddings=512)
+    small = copy.deepcopy(model)
+    attach(small, parse_recipe(recipe))
+    found = free_running({"baseline": model, "cache": small}, [text(4 * 256)], new_tokens=6)
+    assert found["cache"]["free_running_kl"] > 1e-7
+
+
+def test_a_model_that_is_not_finite_has_no_error_of_zero(pair):
+    model, other = pair
+    with torch.no_grad():
+        other.lm_head.weight[5] = float("nan")
+    found = free_running({"baseline": model, "other": other}, [text(16 * 64)], new_tokens=6)["other"]
+    assert not found["free_running_kl"] < 1 and found["free_running_kl_stderr"] != 0
+
+
 @pytest.mark.parametrize("size", [30, 6])
 def test_short_texts_and_few_positions_give_less(tiny, size):
     model = tiny("llama", max_position_embeddings=size)

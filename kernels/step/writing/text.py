@@ -60,10 +60,8 @@ class Text:
         self._limits = limits
         self._others = StoppingCriteriaList(one for one in criteria if one not in ends and one not in limits)
         self._late, self._unread = 0, deque[_Unread]()
-        self._open, self._ends = (
-            None,
-            None,
-        )  # on a GPU: unfinished sequences, bool [batch], and the tokens that end them
+        # On a GPU: unfinished sequences, bool [batch], and the tokens that end them.
+        self._open, self._ends = None, None
 
     def read_late(self) -> None:
         """Let the host read tokens later than they are written, unless a criterion of the caller sees every token."""
