@@ -19,6 +19,7 @@ from eval.record.measured import Sample
 from eval.record.metrics import Change, metric_table
 from eval.record.rows import typed
 from eval.record.speed import Speed
+from eval.speed.lossless import LOOKED_UP, lossless_speed_ups
 from eval.speed.speed import BY_COMPILER, BY_GRAPH, PLAIN, measure_speed, standard_variants
 from eval.text.divergence import compare_on_text
 from eval.text.names import text_name
@@ -26,12 +27,14 @@ from eval.text.perplexity import perplexity
 from eval.text.through_cache import remark
 from eval.text.typos import with_typos
 from eval.text.windows import LogitSource, mean_and_stderr, windows
-from eval.writing.free_running import free_running
+from eval.writing.free_running import PASSAGE_TOKENS, free_running, passages
 from eval.writing.generation import PROMPTS, end_tokens, generate_samples, written_beside
 from kernels.registry import recording
 from kernels.support.deploy import deployed
 from kernels.support.errors import first_line
 from kernels.support.positions import positions
+
+_TIMED_PASSAGES = 4  # of the baseline's own texts, for the speed that a model gives it as its draft
 
 
 @dataclass
@@ -122,6 +125,7 @@ def evaluate(
             passages of the texts (`eval.writing.free_running`); none with 0 tokens.
         speed_*: see `eval.speed.speed.measure_speed`; with 0 rounds nothing is timed. Unless its length is given, the
             prompt of speed and memory has 512 tokens, or `window`, or half of the model's positions if that is less.
+            If texts are written, the baseline is timed with each of the timed models as its draft, too.
         timed: names among `others` whose speed and size are measured too, in turns with the rest, on bfloat16 copies.
 
     Written texts, speed, memory and size are measured on bfloat16 copies, the dtype in which such models are deployed;
@@ -190,6 +194,10 @@ def evaluate(
             if speed_rounds:
                 lengths = {"prompt_tokens": prompt_tokens, "new_tokens": speed_new_tokens}
                 scores.speed = measure_speed(variants, **lengths, rounds=speed_rounds)
+                del variants
+                if write_tokens and baseline is not None:
+                    drafts = {"compressed": model} | {name: others[name] for name in timed}
+                    _draft(scores, baseline, drafts, texts, beginning, write_tokens, min(speed_rounds, 3))
             else:
                 scores.notes.append("Speed was not measured: `speed_rounds` is 0.")
         except Exception as error:  # earlier scores are kept
@@ -206,6 +214,27 @@ def evaluate(
     scores.kernels = {op: sorted(used) for op, used in kernels.items()}
     scores.seconds = time.perf_counter() - start
     return scores
+
+
+def _draft(
+    scores: Scores,
+    baseline: nn.Module,
+    drafts: dict[str, nn.Module],
+    texts: dict[str, Tensor],
+    beginning: Sequence[int],
+    new_tokens: int,
+    rounds: int,
+) -> None:
+    """Time the baseline's own texts with each model as its draft."""
+    room = min(map(positions, (baseline, *drafts.values()))) - len(beginning) - new_tokens - LOOKED_UP
+    prompts = passages(list(texts.values()), min(PASSAGE_TOKENS, room), beginning)
+    if not len(prompts):
+        return
+    prompts = [ids[None] for ids in prompts[:: len(prompts) // _TIMED_PASSAGES or 1][:_TIMED_PASSAGES]]
+    found, refused = lossless_speed_ups(baseline, drafts, prompts, new_tokens=new_tokens, rounds=rounds)
+    for name, own in found.items():
+        scores.metrics[name] |= own
+    scores.notes += [f"Models were not timed as drafts of the baseline: {'; '.join(refused)}."] if refused else []
 
 
 def _evaluate_texts(

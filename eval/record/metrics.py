@@ -10,6 +10,7 @@ METRICS = (
     ("kl_", "KL to the baseline", "nats per token", -1),
     ("top1_agreement_", "Same most likely token", "%", 1),
     ("guess_acceptance", "The baseline's tokens that it guesses", "%", 1),
+    ("lossless_speed_up", "Speed of the baseline's text with it as draft", "×", 1),
     ("free_running_kl", "KL along the baseline's own text", "nats per token", -1),
     ("free_running_same_tokens", "Own text: tokens before the first difference", "tokens", 1),
     ("free_running_repetition", "Own text: repeated runs of four tokens", "%", -1),

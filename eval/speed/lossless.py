@@ -11,10 +11,11 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from eval.record import noise
@@ -177,8 +178,43 @@ def measure_lossless(
     if speed_rounds and not why_not:
         with undisturbed(original.device):
             for kind in KINDS:
-                speeds += _speeds(kind, original, half, prompts[kind], plain[kind], speed_rounds, rollback)
+                speeds += _speeds(kind, original, _ways(half, rollback), prompts[kind], plain[kind], speed_rounds)
     return Guessing(Lossless(guess_tokens, speed_rounds, drafts, tuple(speeds), " ".join(said)))
+
+
+@torch.no_grad()
+def lossless_speed_ups(
+    baseline: nn.Module, drafts: Mapping[str, nn.Module], prompts: Sequence[Tensor], *, new_tokens: int, rounds: int
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """How much faster the baseline writes its own greedy texts behind prompts with each model as its draft.
+
+    Args:
+        baseline, drafts: of which bfloat16 copies are accelerated.
+        prompts: ids [1, n] each.
+        new_tokens: tokens of a text.
+        rounds: of timing, in each of which all drafts, and no draft twice, are used in turns.
+
+    Returns:
+        {draft: {lossless_speed_up (median ratio of tokens per second), its standard error}}, and why some have none.
+    """
+    original = accelerate(deployed(baseline))
+    if why_not := why_not_verifying(original, "baseline"):
+        return {}, [why_not]
+    half = {name: accelerate(deployed(draft)) for name, draft in drafts.items()}
+    refused = {name: why for name, draft in half.items() if (why := why_not_verifying(draft, "draft"))}
+    half = {name: draft for name, draft in half.items() if name not in refused}
+    found: dict[str, dict[str, float]] = {}
+    if half:
+        texts = [_text(original, ids, new_tokens) for ids in prompts]
+        named = {f"draft {name}": name for name in half}  # no draft has the name of another way
+        ways = {(way, 0.0): Way(half[name]) for way, name in named.items()}
+        with undisturbed(original.device):
+            timed = _speeds("passages", original, {_PLAINLY: Way(), **ways, _AGAIN: Way()}, prompts, texts, rounds)
+        for one in timed:
+            if one.way in named and one.ratio is not None:
+                error = {} if one.spread is None else {"lossless_speed_up_stderr": one.ratio * one.spread / noise.Z}
+                found[named[one.way]] = {"lossless_speed_up": one.ratio} | error
+    return found, [f"{name}: {why}" for name, why in refused.items()]
 
 
 def agreement(draft: nn.Module, ids: Tensor, text: Sequence[int]) -> list[bool]:
@@ -221,33 +257,45 @@ def _text(model: nn.Module, ids: Tensor, new_tokens: int, look_up: int | None = 
     return write(model, ids, ends=(), new_tokens=new_tokens, look_up=look_up)[0].tokens
 
 
+class Way(NamedTuple):
+    """Whose guesses are verified: a draft's, those looked up in the text, both, or none."""
+
+    draft: nn.Module | None = None
+    looks_up: bool = False
+
+
+_PLAINLY, _AGAIN = (PLAIN, 0.0), (AGAIN, 0.0)
+
+
+def _ways(drafts: Mapping[str, nn.Module], rollback: float) -> dict[tuple[str, float], Way]:
+    """{(name, rollback): way}"""
+    ways = {_PLAINLY: Way(), (LOOK_UP, 0.0): Way(looks_up=True)}
+    ways |= {(name, 0.0): Way(draft) for name, draft in drafts.items()}
+    ways |= {(with_look_up(name), 0.0): Way(draft, looks_up=True) for name, draft in drafts.items()}
+    ways |= {(name, rollback): Way(draft) for name, draft in drafts.items()} if rollback else {}
+    return ways | {_AGAIN: Way()}
+
+
 def _speeds(
     kind: str,
     original: nn.Module,
-    drafts: Mapping[str, nn.Module],
+    ways: Mapping[tuple[str, float], Way],
     prompts: Sequence[Tensor],
     plain: Sequence[list[int]],
     rounds: int,
-    rollback: float,
 ) -> list[GuessingSpeed]:
     """Texts of a kind, written in turns in every way."""
-    both = {with_look_up(name): draft for name, draft in drafts.items()}
-    ways: dict[tuple[str, float], Any] = {
-        (way, 0.0): draft for way, draft in {PLAIN: None, LOOK_UP: None, **drafts, **both}.items()
-    }
-    ways |= {(name, rollback): draft for name, draft in drafts.items()} if rollback else {}
-    ways[AGAIN, 0.0] = None
     seconds: dict[tuple[str, float], list[float]] = {way: [] for way in ways}
     written: dict[tuple[str, float], list[list[int]]] = {}
     same, guessed = dict.fromkeys(ways, True), dict.fromkeys(ways, 0)
     count = sum(map(len, plain))
     try:
-        for turn in range(rounds + 1):  # the first makes ready
-            for way, draft in ways.items():
-                original.acceleration.draft, original.acceleration.rollback = draft, way[1]
+        for turn in tqdm(range(rounds + 1), desc=f"guesses, {kind}", unit="round"):  # the first makes ready
+            for way, how in ways.items():
+                original.acceleration.draft, original.acceleration.rollback = how.draft, way[1]
                 before, began = original.acceleration.guessed, time.perf_counter()
                 texts = [
-                    _text(original, ids, len(text), LOOKED_UP if way[0] in (LOOK_UP, *both) else None)
+                    _text(original, ids, len(text), LOOKED_UP if how.looks_up else None)
                     for ids, text in zip(prompts, plain, strict=True)
                 ]
                 seconds[way] += [time.perf_counter() - began] if turn else []
@@ -256,9 +304,9 @@ def _speeds(
                 written[way] = texts
     finally:
         original.acceleration.draft, original.acceleration.rollback = None, 0.0
-    first = seconds[PLAIN, 0.0]
+    first = seconds[_PLAINLY]
     ratios = {way: [a / b for a, b in zip(first, own, strict=True)] for way, own in seconds.items()}
-    spread = noise.spread(ratios[AGAIN, 0.0], rounds)
+    spread = noise.spread(ratios[_AGAIN], rounds)
     losses = {way: text_loss(original, prompts, texts) for way, texts in written.items() if way[1]}
     own_loss = text_loss(original, prompts, plain) if losses else None
     return [

@@ -1,12 +1,15 @@
-"""Speculative decoding beside llama.cpp and ik_llama.cpp: a 16-bit model with look-up, with a 4-bit draft, with both.
+"""Whole texts beside llama.cpp and ik_llama.cpp: a 16-bit model with look-up, with a 4-bit draft, with both, and
+compressed models that write alone, each with its bytes and its loss.
 
     python seeds/peers/speculation.py --draft runs/a-saved-4-bit-model --targets F16.gguf BF16.gguf \\
-        --draft-files Q4_0.gguf IQ4_NL.gguf --out speculation.json --write speculation.md
+        --draft-files Q4_0.gguf IQ4_NL.gguf --accuracy 4 --out speculation.json --write speculation.md \\
+        --ours "4 bits: runs/a-saved-4-bit-model" "half of the weights at 0: runs/another" --files Q8_0.gguf Q4_0.gguf
 
 The texts are those of `eval.speed.lossless`: free text, editing and a summary, greedily, behind chat prompts. Tokens
 per second are of whole texts, their prompts included. The programs of others are tried once with each of their settings
 below and each file; what is fastest over all three kinds of text is timed, in turns with ours. They write by their own
-rounding, so that their texts, and the lengths of these, may differ from ours; a table says how long they are.
+rounding, so that their texts, and the lengths of these, may differ from ours; a table says how long they are. `--ours`
+are models of ours that write plainly, by name, as in `compare_speed.py`; `--files` are those of the rivals.
 """
 
 import argparse
@@ -23,13 +26,16 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from compare_speed import BASELINE, Comparison, named_model, tensor_bytes
 from interop_environments import environment_variables, ready
+from torch import nn
 from tqdm.auto import tqdm
 
-from compress import load_compressed, load_model
+from compress import load_compressed
 from eval.machine.hardware import hardware
+from eval.machine.size import size
 from eval.speed.lossless import KINDS, LOOK_UP, PLAIN, measure_lossless, with_look_up
-from eval.writing.generation import encode_prompt, end_tokens, write
+from eval.writing.generation import Written, encode_prompt, end_tokens, write
 from kernels.step.accelerate import accelerate
 from kernels.support.deploy import deployed
 
@@ -62,7 +68,7 @@ class Setting:
     """A program of others with one of its settings; draft: its GGUF file, or none."""
 
     tool: str
-    way: str
+    way: str  # of writing, or the name of a compressed file, which writes plainly
     target: Path
     draft: Path | None
     arguments: str
@@ -82,6 +88,8 @@ class Setting:
 
 def settings(given: argparse.Namespace) -> Iterator[Setting]:
     """All that are tried."""
+    for file, (tool, ways) in product(given.files, {"llama.cpp": LLAMA, "ik_llama.cpp": IK}.items()):
+        yield Setting(tool, file.stem.partition("-")[0], file, None, ways[PLAIN][0])
     for tool, ways in {"llama.cpp": LLAMA, "ik_llama.cpp": IK}.items():
         for way, many in ways.items():
             drafts = given.draft_files if way in (DRAFT, BOTH) else [None]
@@ -118,7 +126,11 @@ def fastest(prompts: Mapping[str, list[tuple[str, int]]], given: argparse.Namesp
     """Of every tool and way, the setting with the least seconds per token, as the mean over the kinds of text."""
     seconds: dict[Setting, float] = {}
     for setting in tqdm(list(settings(given)), desc="settings of others", unit="setting"):
-        times = [written(setting, texts, given) for texts in prompts.values()]
+        try:
+            times = [written(setting, texts, given) for texts in prompts.values()]
+        except RuntimeError as error:  # the others go on
+            tqdm.write(str(error))
+            continue
         seconds[setting] = statistics.fmean(spent / tokens for tokens, spent in times)
     best: dict[tuple[str, str], Setting] = {}
     for setting in sorted(seconds, key=seconds.__getitem__):
@@ -126,12 +138,20 @@ def fastest(prompts: Mapping[str, list[tuple[str, int]]], given: argparse.Namesp
     return best
 
 
-def table(speeds: Mapping[str, Mapping[str, list[float]]], lengths: Mapping[str, Mapping[str, int]]) -> str:
-    """Markdown: medians of tokens per second and of the ratio to plain writing of the same tool in the same round."""
-    lines = [["", *(f"{kind}, tokens/s (× its plain)" for kind in KINDS), "tokens written"], ["---", *["---:"] * 4]]
+def table(found: dict) -> str:
+    """Markdown: bytes, losses, medians of tokens per second and of the ratio to the same tool's plain 16 bits in the
+    same round."""
+    speeds, lengths, sizes = found["speeds"], found["tokens"], found["sizes"]
+    losses = [["KL", "---:"]] * bool(found["losses"])
+    heads = [["", "---"], ["MB", "---:"], *losses]
+    heads += [[title, "---:"] for title in (*(f"{kind}, tokens/s (ratio)" for kind in KINDS), "tokens written")]
+    lines = [list(column) for column in zip(*heads, strict=True)]
     for name, kinds in speeds.items():
         plain = speeds[f"{name.split(', ')[0]}, {PLAIN}"]
-        cells = []
+        cells = [f"{sizes[name] / 1e6:.1f}"]
+        if found["losses"]:
+            loss = found["losses"].get(name)
+            cells.append(f"{loss[0]:.4f} ± {loss[1]:.4f}" if loss else "–")
         for kind, own in kinds.items():
             ratio = statistics.median(a / b for a, b in zip(own, plain[kind], strict=True))
             cells.append(f"{statistics.median(own):,.0f} ({ratio:.2f})")
@@ -139,20 +159,47 @@ def table(speeds: Mapping[str, Mapping[str, list[float]]], lengths: Mapping[str,
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def count(text: Written) -> int:
+    """Tokens of a text, with the one that ends it."""
+    return len(text.tokens) + text.ended
+
+
+def sizes(comparison: Comparison, draft: nn.Module, best: Mapping[tuple[str, str], Setting]) -> dict[str, int]:
+    """{contestant: bytes of its weights, and of its draft's}"""
+    own = comparison.rows[BASELINE].nbytes
+    found = {f"ours, {way}": own + size(draft).stored_bytes * (way in (DRAFT, BOTH)) for way in WAYS}
+    found |= {name: comparison.rows[name].nbytes for name in comparison.models if name != BASELINE}
+    for (tool, way), setting in best.items():
+        files = [file for file in (setting.target, setting.draft) if file]
+        found[f"{tool}, {way}"] = sum(tensor_bytes(file) for file in files)
+    return found
+
+
+def losses(comparison: Comparison, best: Mapping[tuple[str, str], Setting]) -> dict[str, tuple[float, float]]:
+    """{compressed contestant: its KL from the uncompressed model, with its standard error}"""
+    found = {name: comparison.rows[name].kl for name in comparison.models if name != BASELINE}
+    files = {path: comparison.rows[name].kl for name, path in comparison.files.items()}
+    found |= {f"{tool}, {way}": files[one.target] for (tool, way), one in best.items() if way not in WAYS}
+    return {name: kl for name, kl in found.items() if kl}
+
+
 def page(found: dict, best: Mapping[tuple[str, str], Setting], given: argparse.Namespace) -> str:
     """The note."""
     lines = [
-        f"# Speculative decoding beside llama.cpp and ik_llama.cpp: {given.model} on {hardware()['cpu']}",
+        f"# Texts beside llama.cpp and ik_llama.cpp: {given.model} on {hardware()['cpu']}",
         "",
         f"Measured on {time.strftime('%Y-%m-%d')} on {hardware()['cpu']}, {given.threads} threads.",
         "",
         *("```", "python " + shlex.join(sys.argv), "```", ""),
-        f"A 16-bit model writes up to {given.tokens} tokens behind each prompt, greedily; medians of {given.rounds}"
-        " rounds in turns, prompts included. The settings of others are the fastest of those that the script tries:",
+        f"The 16-bit model and compressed ones write up to {given.tokens} tokens behind each prompt, greedily; medians"
+        f" of {given.rounds} rounds in turns, prompts included; in brackets the ratio to plain 16 bits of the same tool"
+        " in the same round. Bytes are those of all weights that are read, drafts too. KL (nats per token, from the"
+        f" uncompressed model) is on {given.accuracy} windows of {given.window} tokens of wikitext-2; ways without it"
+        " write the texts of 16 bits. The settings of others are the fastest of those that the script tries:",
         "",
         *(f"- {setting}" for setting in best.values()),
         "",
-        table(found["speeds"], found["tokens"]),
+        table(found),
     ]
     return "\n".join(lines) + "\n"
 
@@ -163,6 +210,11 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, required=True, help="folder of a saved model, our draft")
     parser.add_argument("--targets", type=Path, nargs="+", required=True, help="GGUF files of the model in 16 bits")
     parser.add_argument("--draft-files", type=Path, nargs="+", required=True, help="GGUF files of drafts")
+    ours = "name: recipe without calibration, or name: folder of a saved model"
+    parser.add_argument("--ours", nargs="*", type=named_model, default=[], help=f"compressed models: {ours}")
+    parser.add_argument("--files", type=Path, nargs="*", default=[], help="GGUF files of compressed models")
+    parser.add_argument("--accuracy", type=int, default=0, help="windows of wikitext-2 to score; 0: none")
+    parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=192, help="most tokens of a text")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
@@ -173,9 +225,13 @@ def main() -> None:
     given = parser.parse_args()
     given.targets = [file.absolute() for file in given.targets]
     given.draft_files = [file.absolute() for file in given.draft_files]
-    for file in (*given.targets, *given.draft_files):
+    given.files = [file.absolute() for file in given.files]
+    for file in (*given.targets, *given.draft_files, *given.files):
         if not file.is_file():
-            parser.error(f"--targets and --draft-files: there is no file {file}")
+            parser.error(f"--targets, --draft-files and --files: there is no file {file}")
+    kinds = [name for name, _ in given.ours] + [file.stem.partition("-")[0] for file in given.files]
+    if taken := sorted(set(WAYS) & set(kinds) | {kind for kind in kinds if kinds.count(kind) > 1}):
+        parser.error(f"--ours and --files: names must differ from one another and from {WAYS}: {taken}")
     if not given.draft.is_dir():
         parser.error(f"--draft (={given.draft}) must be the folder of a saved model")
     if min(given.rounds, given.threads) < 1 or given.tokens < 2:
@@ -185,22 +241,30 @@ def main() -> None:
     for name in ("llamacpp", "ik_llamacpp"):
         ready(given.environments, name)
     torch.set_num_threads(given.threads)
-    baseline, tokenizer = load_model(given.model)
+    named = {file.stem: file for file in (*given.targets, *given.draft_files, *given.files)}
+    scored = vars(given) | {"out": None, "files": list(named.values()), "ik": False, "openvino": []}
+    comparison = Comparison(argparse.Namespace(**scored))
+    if given.accuracy:
+        comparison.score(given.accuracy)
+    baseline, tokenizer = comparison.models[BASELINE], comparison.tokenizer
     models = {"baseline": baseline, DRAFT: load_compressed(given.draft, dtype=torch.bfloat16)}
     encoded = {kind: [encode_prompt(tokenizer, text) for text in texts] for kind, texts in KINDS.items()}
     prompts = {kind: [(tokenizer.decode(ids[0]), ids.shape[1]) for ids in own] for kind, own in encoded.items()}
     best = fastest(prompts, given)
-    names = [*(f"ours, {way}" for way in WAYS), *(f"{tool}, {way}" for tool, way in best)]
+    alone = {name: accelerate(deployed(model)) for name, model in comparison.models.items() if name != BASELINE}
+    names = [*(f"ours, {way}" for way in WAYS), *alone, *(f"{tool}, {way}" for tool, way in best)]
     speeds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in KINDS} for name in names}
     lengths: dict[str, dict[str, int]] = {name: {} for name in names}
     plain, ends = accelerate(deployed(baseline)), end_tokens(baseline, tokenizer)
-    for kind, own in encoded.items():
-        texts = [write(plain, ids, ends=ends, new_tokens=given.tokens)[0] for ids in own]
-        for way in WAYS:
-            lengths[f"ours, {way}"][kind] = sum(len(text.tokens) + text.ended for text in texts)
+    how = {"ends": ends, "new_tokens": given.tokens}
+    for name, model in (*((f"ours, {way}", plain) for way in WAYS), *alone.items()):
+        for kind, own in encoded.items():
+            lengths[name][kind] = sum(count(write(model, ids, **how)[0]) for ids in own)
     found = {
         "command": shlex.join(sys.argv),
         "settings": {f"{tool}, {way}": str(setting) for (tool, way), setting in best.items()},
+        "sizes": sizes(comparison, models[DRAFT], best),
+        "losses": losses(comparison, best),
         "speeds": speeds,
         "tokens": lengths,
     }
@@ -210,6 +274,11 @@ def main() -> None:
             speeds[f"ours, {one.way}"][one.kind].append(one.tokens_per_s)
             if not one.same:
                 raise RuntimeError(f"{one.way} wrote another text: {one.kind}")
+        for name, model in alone.items():
+            for kind, own in encoded.items():
+                began = time.perf_counter()
+                tokens = sum(count(write(model, ids, **how)[0]) for ids in own)
+                speeds[name][kind].append(tokens / (time.perf_counter() - began))
         for (tool, way), setting in best.items():
             for kind, texts in prompts.items():
                 tokens, seconds = written(setting, texts, given)
@@ -218,7 +287,7 @@ def main() -> None:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
     if given.write:
         given.write.write_text(page(found, best, given))
-    print(table(speeds, lengths))
+    print(table(found))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,15 @@ from eval.record.metrics import better
 from eval.record.reading import plain
 from eval.record.rows import typed
 from eval.speed import lossless
-from eval.speed.lossless import AGAIN, KINDS, agreement, check_lossless, mean_accepted, measure_lossless
+from eval.speed.lossless import (
+    AGAIN,
+    KINDS,
+    agreement,
+    check_lossless,
+    lossless_speed_ups,
+    mean_accepted,
+    measure_lossless,
+)
 from eval.writing.generation import encode_prompt
 from kernels import native
 from kernels.step.accelerate import accelerate
@@ -161,6 +169,30 @@ def test_drafts_without_verifying_steps_are_not_timed_and_named(tiny, tokenizer,
     }
     why_not = context(typed({"lossless": plain(record)}))["why_not"]
     assert "other was not timed: the draft is not accelerated on a CPU: " in why_not, "with the reason"
+
+
+@needs_steps
+def test_the_speed_up_by_a_draft_is_the_ratio_of_times(tiny, monkeypatch):
+    model, now, made = tiny("llama"), [0.0], []
+    drafts = {"near": noisy(model, 0.01), "plain again": noisy(model, 2.0), "other": tiny("gpt2", vocab_size=96)}
+    with pytest.warns(UserWarning, match="the model is not accelerated"):
+        monkeypatch.setattr(lossless, "accelerate", lambda one: made.append(accelerate(one)) or made[-1])
+        monkeypatch.setattr(lossless, "undisturbed", nullcontext)
+        prompts = [torch.arange(1, 9)[None], torch.arange(20, 29)[None]]
+        found, refused = lossless_speed_ups(model, drafts, prompts, new_tokens=8, rounds=2)
+    assert set(found) == {"near", "plain again"} and refused[0].startswith("other: the draft is not accelerated")
+    assert all(one["lossless_speed_up"] > 0 and one["lossless_speed_up_stderr"] >= 0 for one in found.values())
+
+    def takes(original, ids, new_tokens, look_up=None):  # of the second drafts that are made below
+        now[0] += {None: 6.0, made[5]: 3.0, made[6]: 12.0}.get(original.acceleration.draft, 1.0)
+        return [7] * new_tokens
+
+    monkeypatch.setattr(lossless, "_text", takes)
+    monkeypatch.setattr(lossless.time, "perf_counter", lambda: now[0])
+    drafts.pop("other")
+    found, refused = lossless_speed_ups(model, drafts, prompts, new_tokens=8, rounds=2)
+    assert {name: own["lossless_speed_up"] for name, own in found.items()} == {"near": 2.0, "plain again": 0.5}
+    assert not refused and found["near"]["lossless_speed_up_stderr"] == 0
 
 
 def test_texts_end_at_the_first_end_token(tiny, tokenizer, short_prompts):

@@ -163,11 +163,14 @@ def test_others_are_timed_and_weighed_if_asked(tiny, tokens, uncompiled):
         texts=text,
         window=16,
         prompts=(),
+        write_tokens=4,
         speed_prompt_tokens=8,
         speed_new_tokens=2,
         speed_rounds=1,
     )
     assert list(scores.metrics) == ["baseline", "compressed", "four", "three"] and not scores.notes
+    assert "lossless_speed_up" not in scores.metrics["baseline"] | scores.metrics["three"]
+    assert min(scores.metrics[name]["lossless_speed_up"] for name in ("compressed", "four")) > 0
     assert list(scores.speed) == ["baseline", "compressed", "four", "bfloat16", "float32"]
     for name in ("baseline", "compressed", "four"):
         assert scores.metrics[name]["decode_tokens_per_s"] == scores.speed[name].decode_tokens_per_s > 0
