@@ -19,10 +19,13 @@ from typing import Any
 
 import torch
 
+from kernels import capability
 from kernels.support.files import write_whole
 
+EARLIEST = (9, 0)  # the compute capability from which a kernel can be launched while another one ends
 TUNED = Path(__file__).parent / "tuned"
 _trying: dict[tuple[str, str], dict | None] = {}
+_early = False  # are kernels launched while the ones before them end?
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,25 @@ def under(op: str, key: str, configuration: dict | None, call: Callable) -> Call
             return call(*arguments)
 
     return run
+
+
+@contextmanager
+def early_launches(on: bool) -> Iterator[None]:
+    """While the block runs (on), kernels that call `kernels.launch_order.await_inputs` are launched while the kernels
+    before them end, on GPUs that can do this."""
+    global _early
+    before, _early = _early, on
+    try:
+        yield
+    finally:
+        _early = before
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """The options of a launch of such a kernel on this device: its constant EARLY, and the launch's own option."""
+    if not _early or device.type == "cuda" and capability.gpu(device.index or 0).capability < EARLIEST:
+        return {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True} if device.type == "cuda" else {"EARLY": True}
 
 
 def gpu() -> str:

@@ -57,15 +57,15 @@ def compiled(c: Compilation, capability: int = 90) -> Any:
 
     if c.kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
-    names = c.kernel.arg_names
-    assert set(names) == set(c.arguments) | set(c.constants), (
-        f"{c.name}: {set(names) ^ (set(c.arguments) | set(c.constants))}"
-    )
+    names, constants = c.kernel.arg_names, c.constants
+    if "EARLY" in names:  # see `kernels.launch_order`
+        constants = {"EARLY": False, **constants}
+    assert set(names) == set(c.arguments) | set(constants), f"{c.name}: {set(names) ^ {*c.arguments, *constants}}"
     aligned = [n for n, kind in c.arguments.items() if kind.startswith("*") or n in c.multiple_of_16]
     source = ASTSource(
         fn=c.kernel,
         signature={n: c.arguments.get(n, "constexpr") for n in names},
-        constexprs=c.constants,
+        constexprs=constants,
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
     options = {"num_warps": c.num_warps, "num_stages": c.num_stages}

@@ -7,6 +7,8 @@ prepare()  # bfloat16 in the interpreter
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+from kernels.launch_order import await_inputs  # noqa: E402
+
 # Four bytes of codes -> float16, exactly, minus the middle code: 0x6400 | c is 1024 + c; 0x6400 | c << 4 is 1024 + 16
 # c.
 CENTRED_8 = tl.constexpr("""{
@@ -139,7 +141,9 @@ def dense_kernel(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    await_inputs(EARLY)
     split = tl.program_id(0) % splits
     block = tl.program_id(0) // splits
     R = G * T_q
@@ -244,9 +248,11 @@ def quantised_kernel(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     # Everything is transposed: scores [positions, rows], acc [D, rows]. Codes are the first operand of each product,
     # which registers hold in the order in which they are loaded, and eight rows need no padding to sixteen.
+    await_inputs(EARLY)
     split = tl.program_id(0) % splits
     block = tl.program_id(0) // splits
     R = G * T_q

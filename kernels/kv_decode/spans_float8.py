@@ -8,6 +8,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from kernels.kv_decode.spans import finish, span, visible_range  # noqa: E402
+from kernels.launch_order import await_inputs  # noqa: E402
 
 
 @triton.jit(do_not_specialize=["base", "S", "total", "slot", "slots", "splits"])
@@ -57,8 +58,10 @@ def float8_kernel(
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     # Transposed like `quantised_kernel`: scores [positions, rows], acc [D, rows].
+    await_inputs(EARLY)
     split = tl.program_id(0) % splits
     block = tl.program_id(0) // splits
     R = G * T_q

@@ -15,7 +15,8 @@ from kernels.capability import multiprocessors, on_its_device  # noqa: E402
 from kernels.kv_decode.layout import KV  # noqa: E402
 from kernels.kv_decode.spans import dense_kernel, quantised_kernel, visible_range  # noqa: E402
 from kernels.kv_decode.spans_float8 import float8_kernel  # noqa: E402
-from kernels.tuning import Compilation, configuration  # noqa: E402
+from kernels.launch_order import await_inputs  # noqa: E402
+from kernels.tuning import Compilation, configuration, launch_options  # noqa: E402
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 LEAST = 128  # positions that a span must have to be worth a program
@@ -34,8 +35,11 @@ CANDIDATES = [
 
 
 @triton.jit(do_not_specialize=["slots"])
-def merge_kernel(partial, stats, y, lse, slots, R, D, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr):
+def merge_kernel(
+    partial, stats, y, lse, slots, R, D, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """One row's partial sums, in their order: y = Σ w acc / Σ w l with w = 2^(m - max m)."""
+    await_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     out = row // R * slots * R + row % R
     i_ = tl.arange(0, SLOTS)
@@ -164,6 +168,7 @@ def kv_decode(
             "ROWS": c["ROWS"],
             "STEP": c["STEP"],
             "BLOCK_D": c["BLOCK_D"],
+            **launch_options(q.device),
             "num_warps": c["num_warps"],
             "num_stages": c["num_stages"],
         }
@@ -243,8 +248,9 @@ def kv_decode(
     lse = torch.empty(heads * R, dtype=torch.float32, device=q.device)
     merged = 16 if slots <= 16 else 128
     merge_kernel[(heads * R,)](
-        partial, stats, y, lse, slots, R, D, SLOTS=merged, BLOCK_D=triton.next_power_of_2(D), num_warps=SLOTS[merged]
-    )
+        partial, stats, y, lse, slots, R, D, SLOTS=merged, BLOCK_D=triton.next_power_of_2(D),
+        **launch_options(q.device), num_warps=SLOTS[merged],
+    )  # fmt: skip
     if return_mass:
         mass_kernel[(heads * triton.cdiv(total, MASS_BLOCK),)](
             scores, lse, starts, lengths, mass, total, R, BLOCK=MASS_BLOCK, num_warps=4

@@ -26,7 +26,7 @@ from kernels.linear import without_tf32  # noqa: E402
 from kernels.packed_matmul import hopper  # noqa: E402
 from kernels.packed_matmul.products import dequantise, large_batch, reduce, small_batch  # noqa: E402
 from kernels.packed_matmul.weight import MAGIC, TYPES, PackedWeight  # noqa: E402
-from kernels.tuning import Compilation, configuration  # noqa: E402
+from kernels.tuning import Compilation, configuration, launch_options  # noqa: E402
 
 OVERLAPPED = 33, 64  # tokens for which the kernel for Hopper was measured: 14336 x 4096, H200, reports/published/gpu.md
 CROSSOVER = 512  # number of tokens from which the heuristic dequantises and calls cuBLAS
@@ -258,7 +258,7 @@ def summed(parts: Tensor, splits: int, x: Tensor) -> Tensor:
     if splits == 1:
         return parts
     y = x.new_empty(parts.shape[1:])
-    reduce[(triton.cdiv(y.numel(), 1024),)](parts, y, y.numel(), SPLITS=splits, BLOCK=1024)
+    reduce[(triton.cdiv(y.numel(), 1024),)](parts, y, y.numel(), SPLITS=splits, BLOCK=1024, **launch_options(x.device))
     return y
 
 
@@ -292,6 +292,7 @@ def _launch(
         MAGIC[x.dtype] if w.table is None else TABLE_MAGIC,
         ends,
         **_constants(w, plan, unit, even, experts),
+        **launch_options(x.device),
         num_warps=plan["warps"],
         num_stages=plan["stages"],
     )

@@ -12,6 +12,7 @@ prepare()
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+from kernels.launch_order import await_inputs, prefetch  # noqa: E402
 from kernels.packed_matmul.look_up import fill_pairs, load_table, look_up, look_up_pairs  # noqa: E402
 from kernels.packed_matmul.unpack import (  # noqa: E402
     columns,
@@ -77,6 +78,7 @@ def small_batch(
     WARPS: tl.constexpr,
     WORD_SCALES: tl.constexpr,
     PAIRS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """y[m, n] = sum of W[n, k] x[m, k] over k, with mma.sync, for few tokens.
 
@@ -99,6 +101,7 @@ def small_batch(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1).to(tl.int64)  # [BLOCK_N]
     if ends is not None:
+        await_inputs(EARLY)
         first, M, expert = place(ends, tl.program_id(0), EXPERTS, POWER, BLOCK_M)
         m, row = first + tl.arange(0, BLOCK_M), row + expert.to(tl.int64) * N
         iterations = tl.where(first < M, iterations, 0)
@@ -116,6 +119,11 @@ def small_batch(
         pairs = fill_pairs(table, DTYPE, PRMT)
     elif table is not None:
         planes = load_table(table, row, 1 << BITS, PER_ROW, DTYPE)
+    if ends is None:
+        if PRMT and EARLY:
+            far = tl.minimum(tl.arange(0, 8) * 32, row_units * UNIT - 1)  # words: the first 1,024 bytes of each row
+            prefetch(codes + (row * (row_units * UNIT))[:, None] + far[None, :])
+        await_inputs(EARLY)
     acc = tl.zeros([WARPS, BLOCK_N, BLOCK_M], tl.float32)
     s, z = load_group(s_row, zero, n_row, k, K, zero_bytes, BITS, GROUP, DTYPE)
     for _ in range(iterations):
@@ -193,6 +201,7 @@ def large_batch(
     PRMT: tl.constexpr,
     EXPERTS: tl.constexpr,
     POWER: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """y[split, m, n] = sum of W[n, k] x[m, k] over the split's k, with wgmma: W from registers, x from shared memory.
 
@@ -202,6 +211,7 @@ def large_batch(
     DTYPE: tl.constexpr = x.dtype.element_ty
     RUN: tl.constexpr = 32 if BITS == 3 else 32 // BITS  # codes in what `load_words` loads at once
     WORDS: tl.constexpr = 3 if BITS == 3 else 1
+    await_inputs(EARLY)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1).to(tl.int64)  # [BLOCK_N]
@@ -255,8 +265,9 @@ def large_batch(
 
 
 @triton.jit
-def reduce(parts, y, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def reduce(parts, y, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """y [size] = parts [SPLITS, size] summed in order."""
+    await_inputs(EARLY)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     at = parts + i

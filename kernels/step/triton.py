@@ -12,9 +12,10 @@ import triton.language as tl  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from kernels.capability import on_its_device  # noqa: E402
+from kernels.launch_order import await_inputs  # noqa: E402
 from kernels.step.codes import MOST_GATED, Codes, Coding  # noqa: E402
 from kernels.step.program import ACTIVATIONS, Norm  # noqa: E402
-from kernels.tuning import Compilation  # noqa: E402
+from kernels.tuning import Compilation, launch_options  # noqa: E402
 from kernels.w8a8_matmul.triton import encode, magnitude, steps  # noqa: E402
 
 GATED = 1024  # elements of `gated` per program
@@ -54,10 +55,11 @@ def store_row(
 @triton.jit
 def add_norm_kernel(
     residual, added, after, gain, y, step, fixed, columns, added_stride, y_stride, after_eps, eps,
-    KIND: tl.constexpr, LARGEST: tl.constexpr, EVEN_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, LARGEST: tl.constexpr, EVEN_FIRST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row per program. `added`, `after` and `gain` may be None: nothing is added, or not normalised. The arguments
     from `step` to `fixed`, and from KIND to EVEN_FIRST are those of `store_row`."""
+    await_inputs(EARLY)
     row, j = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = j < columns
     v = tl.load(residual + row * columns + j, mask=inside, other=0.0)
@@ -77,10 +79,12 @@ def add_norm_kernel(
 @triton.jit
 def turn_kernel(
     q, k, v, cos, sin, length, ends, query_gain, key_gain, keys, values, turned,
-    heads, kv_heads, positions, q_stride, k_stride, v_stride, eps, CHANNELS: tl.constexpr, HALF: tl.constexpr,
+    heads, kv_heads, positions, q_stride, k_stride, v_stride, eps,
+    CHANNELS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence per program: queries, then keys, then values. `ends` may be None: a new position's slot
     in the cache is its place in the text. HALF: a power of two, at least half of CHANNELS."""
+    await_inputs(EARLY)
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = CHANNELS // 2
     i = tl.arange(0, HALF)
@@ -122,9 +126,10 @@ def turn_kernel(
 @triton.jit
 def gate_kernel(
     gate, up, y, step, fixed, inner, gate_stride, up_stride, y_stride, ACTIVATION: tl.constexpr, KIND: tl.constexpr,
-    LARGEST: tl.constexpr, EVEN_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr, EVEN_FIRST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK elements of a row per program: for codes, see `store_row`, all of them."""
+    await_inputs(EARLY)
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     i = start + tl.arange(0, BLOCK)
     a = tl.load(gate + row * gate_stride + i, mask=i < inner, other=0.0).to(tl.float32)
@@ -154,7 +159,7 @@ def add_norm(
         residual, added, None if after is None else after.weight, None if norm is None else norm.weight,
         result, *rounded, columns, 0 if added is None else added.stride(0), result.stride(0),
         0.0 if after is None else after.eps, 0.0 if norm is None else norm.eps,
-        **constants, BLOCK=block, num_warps=min(16, max(1, block // 256)),
+        **constants, BLOCK=block, **launch_options(residual.device), num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
 
 
@@ -187,7 +192,7 @@ def turn_and_store(
         q, k, v, *tables, length, ends, None if query is None else query.weight, None if key is None else key.weight,
         keys, values, turned, heads, kv_heads, positions, q.stride(0), k.stride(0), v.stride(0),
         0.0 if query is None else query.eps,
-        CHANNELS=channels, HALF=triton.next_power_of_2(channels // 2), num_warps=1,
+        CHANNELS=channels, HALF=triton.next_power_of_2(channels // 2), **launch_options(q.device), num_warps=1,
     )  # fmt: skip
     return turned
 
@@ -200,7 +205,8 @@ def gated(gate: Tensor, up: Tensor, activation: str, y: Tensor | Codes, coding: 
     (result, *rounded), constants = _stored(y, coding)
     gate_kernel[(rows, triton.cdiv(inner, block))](
         gate, up, result, *rounded, inner, gate.stride(0), up.stride(0), result.stride(0),
-        ACTIVATION=ACTIVATIONS.index(activation), **constants, BLOCK=block, num_warps=warps_of_gate(block),
+        ACTIVATION=ACTIVATIONS.index(activation), **constants, BLOCK=block, **launch_options(gate.device),
+        num_warps=warps_of_gate(block),
     )  # fmt: skip
 
 

@@ -8,9 +8,10 @@ from torch import Tensor
 from kernels.capability import multiprocessors, on_its_device
 from kernels.int_matmul import Packed
 from kernels.interpreter import interpreting, prepare
-from kernels.tuning import Compilation, configuration
+from kernels.launch_order import await_inputs, prefetch
+from kernels.tuning import Compilation, configuration, launch_options
 from kernels.w4a8_matmul.groups import common_group
-from kernels.w8a8_matmul.triton import encode, gathered, magnitude, prefetch, steps
+from kernels.w8a8_matmul.triton import encode, gathered, magnitude, steps
 
 prepare()
 
@@ -43,10 +44,12 @@ def round_tokens(
     ORDERED: tl.constexpr,
     FLOAT: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: one token, `group` columns that share a step. Codes of even columns are in the first half of a row,
     codes of odd columns in the second, in the order of the two nibbles of W's bytes. The first `wide` groups have codes
     of 8 bits. FLOAT: codes are float8_e4m3fn."""
+    await_inputs(EARLY)
     token, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = g * group, (g + 1) * group
     top = tl.zeros((WIDTH,), dtype=tl.int32)
@@ -161,6 +164,7 @@ def product(
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: ROWS outputs of TOKENS tokens; DEPTH columns, which share a scale and a step, in each round.
 
@@ -180,10 +184,11 @@ def product(
     if SPLIT:
         first = tl.program_id(2) * per_split
         last = min(first + per_split, K)
+    if ASM and (FUSED or EARLY):  # while the token is computed by another kernel, or its largest entry here
+        far = tl.minimum(first // 2 + tl.arange(0, 4) * 128, K // 2 - 1)
+        prefetch(row + far[None, :])
+    await_inputs(EARLY)
     if FUSED:
-        if ASM:  # the weight is loaded while the token's largest entry is computed
-            far = tl.minimum(first // 2 + tl.arange(0, 4) * 128, K // 2 - 1)
-            prefetch(row + far[None, :])
         top = tl.zeros((WIDTH,), dtype=tl.int32)
         for k in range(0, K, WIDTH):
             column = k + tl.arange(0, WIDTH)
@@ -272,7 +277,7 @@ def rounded(
         x, step if x_scale is None else x_scale, codes if x_order is None else x_order, codes, step, columns,
         x.stride(0), shared, columns // shared, x_wide, LARGEST=largest_code(x_bits, x_float),
         STATIC=x_scale is not None, EACH=x_scale is not None and x_scale.numel() > 1, ORDERED=x_order is not None,
-        FLOAT=x_float, WIDTH=width, num_warps=min(8, max(1, width // 512)),
+        FLOAT=x_float, WIDTH=width, **launch_options(x.device), num_warps=min(8, max(1, width // 512)),
     )  # fmt: skip
     return codes, step
 
@@ -303,8 +308,8 @@ def _multiplied(
         x, step, w.codes, w.scale, sums, tokens, out, columns, w.group_size, shared, per_split,
         LARGEST=largest, FUSED=fused, STEPS=shared < columns, SPLIT=splits > 1, FLOAT=float8, ASM=not interpreting(),
         ROWS=c["rows"], TOKENS=c["tokens"], DEPTH=depth,
-        WIDTH=min(triton.next_power_of_2(columns), WIDTH) if fused else 1, num_warps=c["num_warps"],
-        num_stages=c["num_stages"],
+        WIDTH=min(triton.next_power_of_2(columns), WIDTH) if fused else 1, **launch_options(x.device),
+        num_warps=c["num_warps"], num_stages=c["num_stages"],
     )  # fmt: skip
     if splits > 1:  # the sums are scaled already
         gathered(sums, sums, sums, y, True)

@@ -8,7 +8,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.capability import multiprocessors, on_its_device
 from kernels.interpreter import interpreting, prepare
-from kernels.tuning import Compilation, configuration
+from kernels.launch_order import await_inputs, prefetch
+from kernels.tuning import Compilation, configuration, launch_options
 from kernels.w8a8_matmul.layout import BLOCK, LARGEST, W8
 
 prepare()
@@ -44,14 +45,6 @@ def encode(v, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def prefetch(at):
-    """Load what lies at these addresses into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def quantize(
     x,
     fixed,
@@ -65,8 +58,10 @@ def quantize(
     STATIC: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: one token, one group of GROUP columns (0: all of them). Codes beyond the last column are zeros."""
+    await_inputs(EARLY)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = group * GROUP
     end = columns
@@ -111,6 +106,7 @@ def narrow(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: COLUMNS outputs of all tokens over per_split columns of W.
 
@@ -122,10 +118,11 @@ def narrow(
     token = tl.arange(0, TOKENS)
     depth = tl.arange(0, DEPTH)
     row = w + (output % N).to(tl.int64)[:, None] * K
+    if PREFETCH and (FUSED or EARLY):  # while the token is computed by another kernel, or its largest entry here
+        far = tl.minimum(tl.arange(0, 2 * DEPTH // 128) * 128, K - 1)
+        prefetch(row + far[None, :])
+    await_inputs(EARLY)
     if FUSED:
-        if PREFETCH:  # the weight is loaded while the token's largest entry is computed
-            far = tl.minimum(tl.arange(0, 2 * DEPTH // 128) * 128, K - 1)
-            prefetch(row + far[None, :])
         top = tl.zeros((WIDTH,), dtype=tl.int32)
         for k in range(0, K, WIDTH):
             column = k + tl.arange(0, WIDTH)
@@ -172,8 +169,11 @@ def narrow(
 
 
 @triton.jit
-def gather(sums, x_scale, w_scale, out, M, N, splits, BLOCKED: tl.constexpr, COLUMNS: tl.constexpr):
+def gather(
+    sums, x_scale, w_scale, out, M, N, splits, BLOCKED: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """One program: COLUMNS outputs of one token; the splits are added in order."""
+    await_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     output = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     acc = tl.zeros((COLUMNS,), dtype=sums.dtype.element_ty)
@@ -201,9 +201,11 @@ def tile(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     BAND: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: ROWS tokens by COLUMNS outputs; x and w are tensor descriptors of codes. Bands of BAND rows of tiles
     run column by column, so that programs that run at once share operands in L2."""
+    await_inputs(EARLY)
     tiles = tl.cdiv(N, COLUMNS)
     band = tl.program_id(0) // (BAND * tiles)
     inside = tl.program_id(0) % (BAND * tiles)
@@ -349,6 +351,7 @@ def quantized(x: Tensor, dtype: torch.dtype, x_scale: Tensor | None, blocked: bo
         STATIC=x_scale is not None,
         GROUP=BLOCK if blocked else 0,
         WIDTH=width,
+        **launch_options(x.device),
         num_warps=min(8, max(1, width // 512)),
     )
     return codes[:, :columns], scale
@@ -393,6 +396,7 @@ def _narrow(
         COLUMNS=c["columns"],
         DEPTH=c["depth"],
         WIDTH=min(triton.next_power_of_2(columns), WIDTH) if fused else 1,
+        **launch_options(x.device),
         num_warps=c["num_warps"],
         num_stages=c["num_stages"],
     )
@@ -406,7 +410,7 @@ def gathered(sums: Tensor, x_scale: Tensor, w_scale: Tensor, y: Tensor, blocked:
     splits, tokens, out = sums.shape
     wide = min(1024, triton.next_power_of_2(out))
     gather[(tokens, triton.cdiv(out, wide))](
-        sums, x_scale, w_scale, y, tokens, out, splits, BLOCKED=blocked, COLUMNS=wide
+        sums, x_scale, w_scale, y, tokens, out, splits, BLOCKED=blocked, COLUMNS=wide, **launch_options(y.device)
     )
     return y
 
@@ -434,6 +438,7 @@ def _tile(
         COLUMNS=c["columns"],
         DEPTH=c["depth"],
         BAND=8,
+        **launch_options(x.device),
         num_warps=c["num_warps"],
         num_stages=c["num_stages"],
     )

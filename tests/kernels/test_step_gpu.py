@@ -19,6 +19,7 @@ from kernels.step.gpu.accelerate import GraphAcceleration
 from kernels.step.gpu.body import FusedBody, largest
 from kernels.step.gpu.graphs import Graphs, GraphStep, GraphSteps
 from kernels.step.gpu.products import Products, StoredLinear
+from kernels.tuning import launch_options
 from tests.kernels.test_accelerate import LOOKALIKES, lookalike
 
 CPU = torch.device("cpu")
@@ -108,6 +109,19 @@ def test_codes_are_shared_by_products_that_round_alike():
     other = RoundedLinear(torch.nn.Linear(128, 64, bias=False).bfloat16(), "fp8")
     for linears in ([q, k], [k, other], [q, torch.nn.Linear(128, 64)]):
         assert Products.of(linears) == Products(tuple(linears), (64, 64))
+
+
+@torch.no_grad()
+def test_the_environment_says_whether_kernels_of_a_step_start_early(tiny, monkeypatch):
+    seen = []
+    body = FusedBody.__call__
+    monkeypatch.setattr(FusedBody, "__call__", lambda *a: (seen.append(launch_options(CPU)["EARLY"]), body(*a))[1])
+    for value, early in ((None, False), ("1", True)):
+        if value:
+            monkeypatch.setenv("WORKBENCH_EARLY_LAUNCHES", value)
+        Graphs(tiny("llama")).step(1, 8)()
+        assert seen == [early] and not launch_options(CPU)["EARLY"]
+        seen.clear()
 
 
 @torch.no_grad()

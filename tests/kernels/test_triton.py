@@ -31,7 +31,7 @@ from kernels.int_matmul import Packed
 from kernels.interpreter import PATCHES, installed, interpreting
 from kernels.step.codes import Coding
 from kernels.support.declarations import OPS, OWN
-from kernels.tuning import trying
+from kernels.tuning import early_launches, trying
 from kernels.w4a8_matmul import w4a8_matmul
 from kernels.w4a8_matmul.codes import even_first
 from kernels.w4a8_matmul.reference import rounded
@@ -217,12 +217,14 @@ def test_one_token_is_rounded_in_the_product_to_the_same_codes(how):
 
 
 @inside
+@pytest.mark.skipif(os.environ.get(EVERY) != "1", reason="the import of transformers takes seconds")
 @pytest.mark.parametrize(
     "kind, rounding, product", [("int8", "quantize", "narrow"), ("w4a8", "round_tokens", "product")]
 )
 @torch.no_grad()
 def test_steps_with_codes_have_the_bits_of_steps_without_in_fewer_launches(kind, rounding, product, monkeypatch):
     """Of one block: q, k and v, and gate and up, read the codes that a norm writes, and down those of a gate."""
+    from kernels import launch_order
     from kernels.harness.model_weights import made
     from kernels.step.gpu import between, products
     from kernels.step.gpu.body import FusedBody
@@ -238,6 +240,11 @@ def test_steps_with_codes_have_the_bits_of_steps_without_in_fewer_launches(kind,
     decoder = recognise(model, anywhere=True)
     with launches() as with_codes:
         logits = FusedBody(decoder, 2, 4)(tokens)
+    waits: list[None] = []
+    monkeypatch.setattr(launch_order, "gdc_wait", lambda: waits.append(None))
+    with early_launches(True), launches() as early:
+        assert torch.equal(FusedBody(decoder, 2, 4)(tokens), logits)
+    assert early == with_codes and len(waits) > early.total(), "each program of each kernel waits"
     monkeypatch.setattr(products.StoredLinear, "of", lambda linear: None)
     with launches() as without:
         assert torch.equal(FusedBody(decoder, 2, 4)(tokens), logits)
@@ -319,6 +326,23 @@ def test_machine_code_is_as_committed(op):
     every = shipped((op,))
     first = {id(c.kernel): name for name, c in reversed(every.items())}.values()
     compare({name: every[name] for name in first})
+
+
+@needs_triton
+@outside
+@pytest.mark.parametrize("op", [
+    "step", *(pytest.param(op, marks=pytest.mark.slow) for op in ("int_matmul", "kv_decode", "w8a8_matmul", "w4a8_matmul"))
+])  # fmt: skip
+def test_kernels_that_start_early_wait_before_they_read_or_write(op):
+    """Except for weights, which they fetch into the L2 cache."""
+    known = [c for c in shipped((op,)).values() if "EARLY" in c.kernel.arg_names]
+    every = {(id(c.kernel), c.arguments.get("ends")): c for c in known}
+    for c in every.values():
+        kernel = aot.compiled(replace(c, constants={**c.constants, "EARLY": True}))
+        before, _, after = kernel.asm["ptx"].partition("griddepcontrol.wait")
+        assert "griddepcontrol.launch_dependents" in before and "st.global" in after
+        assert not re.search(r"\b(ld|st)\.global|cp\.async|\bred\.|\batom\.", before), c.name
+    assert every
 
 
 @needs_triton

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels import tuning
+from kernels.capability import Gpu
 from kernels.harness import trial
 from kernels.harness.timing import Timing
 from kernels.support.declarations import Contest
@@ -196,3 +197,17 @@ def test_a_winner_that_cannot_be_written_leaves_the_row(folder, monkeypatch, cap
     monkeypatch.setattr(tuning, "save", refuses)
     trial._keep(contest([FAST]), FAST, trial.Log(lambda line: None, "contests", float("inf")), GPU, None)
     assert f"op {KEY}: no call will use what was found: PermissionError: read-only" in capsys.readouterr().out
+
+
+def test_kernels_start_early_only_where_that_is_wanted_and_can_be(monkeypatch):
+    device = torch.device("cuda", 0)
+    for capability, options in (
+        ((9, 0), {"EARLY": True, "launch_pdl": True}), ((8, 9), {"EARLY": False}),
+    ):  # fmt: skip
+        monkeypatch.setattr(tuning.capability, "gpu", lambda _, found=capability: Gpu("a GPU", found, 0))
+        assert tuning.launch_options(device) == {"EARLY": False}
+        with tuning.early_launches(True):
+            assert tuning.launch_options(device) == options and tuning.launch_options(CPU) == {"EARLY": True}
+            with tuning.early_launches(False):
+                assert tuning.launch_options(device) == {"EARLY": False}
+        assert tuning.launch_options(CPU) == {"EARLY": False}

@@ -1,5 +1,6 @@
 """A step of decoding on a GPU as one CUDA graph: captured once for a batch size, replayed for every token."""
 
+import os
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from kernels.step.recognition.recognise import recognise
 from kernels.step.writing.generate import Calls
 from kernels.support.capture import capturing
 from kernels.support.errors import kind_and_first_line
+from kernels.tuning import early_launches
 
 WARMING = 2  # runs before a capture, in which kernels are compiled and weights joined
 KEPT = 4  # graphs that are kept, of different batch sizes and lengths
@@ -35,10 +37,10 @@ class GraphStep:
         how: "fused" or "the model's own code"; captured: is it replayed from a CUDA graph?
     """
 
-    def __init__(self, body: FusedBody | OwnBody, pool: Any = None, capture: bool = True) -> None:
+    def __init__(self, body: FusedBody | OwnBody, pool: Any = None, capture: bool = True, early: bool = False) -> None:
         """pool: memory that several graphs share, of `torch.cuda.graph_pool_handle`; only one of them may be in use.
-        capture: False: the step runs op by op on a GPU, too."""
-        self.body, self.how, device = body, body.how, body.device
+        capture: False: the step runs op by op on a GPU, too. early: see `Graphs`."""
+        self.body, self.how, self.early, device = body, body.how, early, body.device
         self.tokens = torch.zeros(body.batch, 1, dtype=torch.int64, device=device)
         self.captured, self.logits, self._graph = capture and device.type == "cuda", torch.empty(0), None
         if not self.captured:
@@ -68,7 +70,8 @@ class GraphStep:
             self._graph.replay()
 
     def _run(self) -> None:
-        self.logits = self.body(self.tokens)
+        with early_launches(self.early):
+            self.logits = self.body(self.tokens)
         largest(self.logits, out=self.tokens)  # a copy would be a node of another kind
 
 
@@ -88,6 +91,8 @@ class Graphs:
 
     Attributes:
         capture: False: steps run op by op, on a GPU, too.
+        early: launch each Triton kernel of a step while the kernel before it ends (`kernels.launch_order`): by default
+            only if $WORKBENCH_EARLY_LAUNCHES is 1, because no GPU has timed this yet.
         why_not_fused: why steps are the model's own code; "" if they are fused.
         in_use: are steps being taken? Graphs share their memory, so that only one of them can be in use.
     """
@@ -95,6 +100,7 @@ class Graphs:
     model: nn.Module
     fused: bool = True
     capture: bool = True
+    early: bool = field(default_factory=lambda: os.environ.get("WORKBENCH_EARLY_LAUNCHES") == "1")
     why_not_fused: str = ""
     in_use: bool = False
     _decoder: Decoder | None = None
@@ -160,7 +166,7 @@ class Graphs:
     def _made(self, batch: int, places: int, room: Room | None) -> GraphStep:
         """A new step. If memory lacks, the other graphs are freed, and it is tried once more."""
         try:
-            return GraphStep(self._body(batch, places, room), self._pool, self.capture)
+            return GraphStep(self._body(batch, places, room), self._pool, self.capture, self.early)
         except torch.OutOfMemoryError:
             if not self._steps:
                 raise
@@ -168,7 +174,7 @@ class Graphs:
         if self.capture and self.model.device.type == "cuda":
             torch.cuda.empty_cache()
             self._pool = torch.cuda.graph_pool_handle()
-        return GraphStep(self._body(batch, places, room), self._pool, self.capture)
+        return GraphStep(self._body(batch, places, room), self._pool, self.capture, self.early)
 
     def _body(self, batch: int, positions: int, room: Room | None) -> FusedBody | OwnBody:
         if room is not None:
