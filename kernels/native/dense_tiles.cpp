@@ -167,7 +167,7 @@ std::vector<at::Tensor> multiply(const at::Tensor& x, at::TensorList weights, at
 // The same with weights whose zeros are not stored.
 std::vector<at::Tensor> multiply_kept(const at::Tensor& x, at::TensorList masks, at::TensorList values, at::TensorList starts, const std::string& wanted) {
   const std::string isa = checked("kept_tiles", x, masks.size(), wanted);
-  TORCH_CHECK(workbench::kept_runs(), "weights without zeros need AVX512-VBMI2");
+  TORCH_CHECK(workbench::x86().vbmi2, "weights without zeros need AVX512-VBMI2");
   TORCH_CHECK(masks.size() == values.size() && masks.size() == starts.size(), "kept_tiles: ", masks.size(), " masks, ", values.size(), " tensors of values");
   const int64_t in = x.size(-1), tokens = x.numel() / in;
   auto sizes = x.sizes().vec();

@@ -167,6 +167,117 @@ INLINE void totals(const Acc* x, float* y) { bf16_avx2::totals(x, y); }
 #ifdef HAVE_X86
 // The same without zeros.
 #define KEPT 1
+struct KeptRow {
+  const uint8_t* mask;
+  const uint16_t *w, *end;
+
+  INLINED KeptRow(const Matrix& m, int64_t row)
+      : mask(m.mask + row * (m.in / 8)), w(m.w + m.starts[row]), end(m.w + m.starts[m.out]) {}
+};
+
+// For each byte of a mask: which bytes of the next 8 kept weights go to which place; 0x80 gives a zero.
+struct Places {
+  alignas(16) uint8_t from[256][16];
+  constexpr Places() : from{} {
+    for (int mask = 0; mask < 256; mask++)
+      for (int i = 0, next = 0; i < 8; i++) {
+        const bool kept = mask >> i & 1;
+        from[mask][2 * i] = uint8_t(kept ? 2 * next : 0x80);
+        from[mask][2 * i + 1] = uint8_t(kept ? 2 * next + 1 : 0x80);
+        next += kept;
+      }
+  }
+};
+constexpr Places PLACES;
+
+// The same for bfloat16 as float32: a kept weight comes into the upper half of its place. Both lanes read the same 8 weights.
+struct WidePlaces {
+  alignas(32) uint8_t from[256][32];
+  constexpr WidePlaces() : from{} {
+    for (int mask = 0; mask < 256; mask++)
+      for (int i = 0; i < 16; i++) {
+        from[mask][4 * (i / 2) + i % 2] = 0x80;
+        from[mask][4 * (i / 2) + 2 + i % 2] = PLACES.from[mask][i];
+      }
+  }
+};
+constexpr WidePlaces WIDE_PLACES;
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c,popcnt")
+namespace kept_avx2 {
+// The last kept weights of a matrix, fewer than 32, at a place of this thread behind which may be read.
+constexpr int REST = 64;
+__attribute__((noinline)) static const uint16_t* copied(const uint16_t* w, const uint16_t* end) {
+  static thread_local uint16_t rest[REST];
+  std::memcpy(rest, w, 2 * size_t(end - w));
+  return rest;
+}
+
+// A row whose loads may read weights behind its own, of which there are 32 behind `w` after `look_ahead`.
+struct Row : KeptRow {
+  INLINED Row(const Matrix& m, int64_t row) : KeptRow(m, row) {}
+  INLINED void look_ahead() {
+    _mm_prefetch(reinterpret_cast<const char*>(w) + AHEAD, _MM_HINT_T0);
+    if (__builtin_expect(w + 32 > end, 0)) w = copied(w, end), end = w + REST;
+  }
+  INLINED __m128i next_8() {
+    const uint32_t kept = *mask++;
+    const __m128i from = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w));
+    w += __builtin_popcount(kept);
+    return _mm_shuffle_epi8(from, _mm_load_si128(reinterpret_cast<const __m128i*>(PLACES.from[kept])));
+  }
+  INLINED __m256 next_8_wide() {
+    const uint32_t kept = *mask++;
+    const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
+    w += __builtin_popcount(kept);
+    return _mm256_castsi256_ps(_mm256_shuffle_epi8(twice, _mm256_load_si256(reinterpret_cast<const __m256i*>(WIDE_PLACES.from[kept]))));
+  }
+};
+static void expand(const Matrix& m, int64_t row, uint16_t* to) {  // a row with its zeros
+  Row at(m, row);
+  for (int64_t k = 0; k < m.in; k += 8) {
+    if (k % 32 == 0) at.look_ahead();
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + k), at.next_8());
+  }
+}
+}  // namespace kept_avx2
+namespace kept_bf16_avx2 {
+using bf16_avx2::BFLOAT16, bf16_avx2::Acc, bf16_avx2::zero, bf16_avx2::add, bf16_avx2::totals;
+constexpr int STEP = 32, BYTES = 128;
+struct Word {
+  __m256 eights[4];
+};
+INLINE Acc madd(Acc acc, const Word& word, const char* x) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) acc = _mm256_fmadd_ps(word.eights[i], _mm256_loadu_ps(reinterpret_cast<const float*>(x) + 8 * i), acc);
+  return acc;
+}
+struct Row : kept_avx2::Row {
+  INLINED Row(const Matrix& m, int64_t row) : kept_avx2::Row(m, row) {}
+  template <int T>
+  INLINED Word next() {
+    look_ahead();
+    return {{next_8_wide(), next_8_wide(), next_8_wide(), next_8_wide()}};
+  }
+};
+#include "half.inc"
+}  // namespace kept_bf16_avx2
+namespace kept_fp16_avx2 {
+using fp16_avx2::BFLOAT16, fp16_avx2::Acc, fp16_avx2::zero, fp16_avx2::add, fp16_avx2::totals;
+using kept_bf16_avx2::STEP, kept_bf16_avx2::BYTES, kept_bf16_avx2::Word, kept_bf16_avx2::madd;
+struct Row : kept_avx2::Row {
+  INLINED Row(const Matrix& m, int64_t row) : kept_avx2::Row(m, row) {}
+  template <int T>
+  INLINED Word next() {
+    look_ahead();
+    return {{_mm256_cvtph_ps(next_8()), _mm256_cvtph_ps(next_8()), _mm256_cvtph_ps(next_8()), _mm256_cvtph_ps(next_8())}};
+  }
+};
+#include "half.inc"
+}  // namespace kept_fp16_avx2
+#pragma GCC pop_options
+
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi2,bmi2,popcnt,fma,avx2,f16c")
 #include "kept.inc"
@@ -180,14 +291,6 @@ INLINE __m256i next_16(const uint8_t*& mask, const uint16_t*& w, const uint16_t*
   mask += 2, w += count;
   return _mm256_maskz_expand_epi16(kept, packed);
 }
-struct KeptRow {
-  const uint8_t* mask;
-  const uint16_t *w, *end;
-
-  INLINED KeptRow(const Matrix& m, int64_t row)
-      : mask(m.mask + row * (m.in / 8)), w(m.w + m.starts[row]), end(m.w + m.starts[m.out]) {}
-};
-
 // A row with its zeros.
 static void expand(const Matrix& m, int64_t row, uint16_t* to) {
   KeptRow at(m, row);
@@ -344,14 +447,25 @@ Way way() {
   return {LOOP, STEP, ITEMS, some_rows<LOOP, ITEMS == Items::stored>};
 }
 
+#ifdef HAVE_X86
+// The loops for rows without zeros that stand for those of dense rows: of AVX2 where AVX512-VBMI2 is not there.
+std::string kept_isa_of(const std::string& isa) {
+  return isa.rfind("avx512", 0) == 0 && !workbench::x86().vbmi2 ? "avx2" : isa;
+}
+#endif
+
 Way way_of(const std::string& wanted, bool bfloat16, bool kept) {
 #ifdef HAVE_X86
   const std::string isa = wanted == "avx512bf16" && workbench::x86().slow_pairs ? "avx512" : wanted;
-  TORCH_CHECK(!kept || workbench::x86().vbmi2, "weights without zeros need AVX512-VBMI2");
-  if (kept && isa == "avx512bf16" && bfloat16)
-    return way<kept_bf16_avx512bf16::loop, kept_bf16_avx512bf16::STEP, Items::stored>();
-  if (kept && isa == "avx512" && bfloat16) return way<kept_bf16_avx512::loop, kept_bf16_avx512::STEP, Items::even_then_odd>();
-  if (kept && isa == "avx512") return way<kept_fp16_avx512::loop, kept_fp16_avx512::STEP, Items::widened>();
+  if (kept && isa != "portable") {
+    const std::string kept_isa = kept_isa_of(isa);
+    if (kept_isa == "avx512bf16" && bfloat16)
+      return way<kept_bf16_avx512bf16::loop, kept_bf16_avx512bf16::STEP, Items::stored>();
+    if (kept_isa == "avx512" && bfloat16) return way<kept_bf16_avx512::loop, kept_bf16_avx512::STEP, Items::even_then_odd>();
+    if (kept_isa == "avx512") return way<kept_fp16_avx512::loop, kept_fp16_avx512::STEP, Items::widened>();
+    if (kept_isa == "avx2" && bfloat16) return way<kept_bf16_avx2::loop, kept_bf16_avx2::STEP, Items::widened>();
+    if (kept_isa == "avx2") return way<kept_fp16_avx2::loop, kept_fp16_avx2::STEP, Items::widened>();
+  }
 #else
   const std::string& isa = wanted;
 #endif
@@ -585,13 +699,12 @@ at::Tensor kept_rows(const at::Tensor& mask, const at::Tensor& values, const at:
   TORCH_CHECK(0 <= begin && begin <= end && end <= m.out && values.element_size() == 2, "kept_rows: no such rows");
   const at::Tensor W = at::empty({end - begin, m.in}, values.options());
   auto* to = static_cast<uint16_t*>(W.mutable_data_ptr());
-  const bool fast = workbench::kept_runs();
   at::parallel_for(begin, end, std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, m.in)), [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) {
       uint16_t* at = to + (row - begin) * m.in;
 #ifdef HAVE_X86
-      if (fast) {
-        expand(m, row, at);
+      if (workbench::kept_runs()) {
+        workbench::x86().vbmi2 ? expand(m, row, at) : kept_avx2::expand(m, row, at);
         continue;
       }
 #endif
@@ -619,14 +732,15 @@ static std::string rows_isa(bool bfloat16, int64_t in, bool kept, bool step) {
   if (step && workbench::half_product(isa, bfloat16, in, kept).rows == tiled_rows) return "amx";
 #endif
 #ifdef HAVE_X86
-  if (isa == "avx512bf16" && workbench::x86().slow_pairs) return "avx512";
+  const std::string used = isa == "avx512bf16" && workbench::x86().slow_pairs ? "avx512" : isa;
+  return kept ? kept_isa_of(used) : used;
 #endif
   return isa;
 }
 
 bool workbench::kept_runs() {
 #ifdef HAVE_X86
-  return workbench::x86().vbmi2;
+  return workbench::x86().avx2;
 #else
   return false;
 #endif

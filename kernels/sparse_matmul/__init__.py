@@ -32,7 +32,7 @@ SLAB = 1 << 20  # weights that are put to their places in memory at a time; 2 MB
 def skips_zeros(dtype: torch.dtype, device: torch.device, columns: int) -> bool:
     """Are there loops here that read only the entries that are kept, for rows of so many columns?
 
-    They need a processor with AVX512-VBMI2 (Intel since Ice Lake, AMD since Zen 4).
+    They need an x86 processor with AVX2; with AVX512-VBMI2 (Intel since Ice Lake, AMD since Zen 4) they are shorter.
     """
     return (
         device.type == "cpu"
@@ -46,6 +46,11 @@ def skips_zeros(dtype: torch.dtype, device: torch.device, columns: int) -> bool:
 @torch.compiler.assume_constant_result
 def _kept_runs() -> bool:
     return torch.ops.workbench.kept_runs()
+
+
+@torch.compiler.assume_constant_result
+def _tiles_of_kept() -> bool:
+    return bool(native.tiles()) and native.rows_isa(torch.bfloat16, COLUMNS, kept=True).startswith("avx512")
 
 
 def sparse_matmul(x: Tensor, w: SparseRows, *, impl: str = "auto") -> Tensor:
@@ -75,7 +80,7 @@ def sparse_matmul(x: Tensor, w: SparseRows, *, impl: str = "auto") -> Tensor:
     fits = skips_zeros(x.dtype, x.device, w.shape[1]) and not (torch.is_grad_enabled() and x.requires_grad)
     if impl == "cpu" and not fits:
         raise ValueError(
-            f"`impl` (='cpu') needs a CPU with AVX512-VBMI2, the C++ kernels, 16-bit tensors without gradients and "
+            f"`impl` (='cpu') needs an x86 CPU with AVX2, the C++ kernels, 16-bit tensors without gradients and "
             f"in_features that {COLUMNS} divides, not {x.dtype} {list(x.shape)} on {x.device}"
         )
     if impl == "triton":
@@ -96,7 +101,7 @@ def sparse_matmul(x: Tensor, w: SparseRows, *, impl: str = "auto") -> Tensor:
 def in_tiles(x: Tensor, weights: Sequence[SparseRows]) -> bool:
     """Are the products of these tokens those of tiles, into which rows are put strip by strip?"""
     return (
-        bool(native.tiles())
+        _tiles_of_kept()
         and x.numel() > FEW * x.shape[-1]
         and x.dtype == torch.bfloat16
         and all(w.dtype == torch.bfloat16 and skips_zeros(w.dtype, x.device, w.shape[1]) for w in weights)

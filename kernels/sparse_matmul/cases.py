@@ -68,7 +68,7 @@ def _impls(x: Tensor, w: SparseRows) -> tuple[str, ...]:
 @torch.no_grad()
 def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Contest]:
     """Comparison with the dense products: oneDNN's or cuBLAS's, and on a CPU for few tokens the loops that a step of
-    decoding uses."""
+    decoding uses. Where oneDNN only emulates products in 16 bits, these loops are the rival."""
     if device.type == "cuda" or (toy and triton_takes(device)):
         for shape in asked.shapes or (((96, 256),) if toy else ((4096, 4096), (14336, 4096))):
             for tokens in asked.tokens or ((2,) if toy else (1, 16, 64, 512)):
@@ -76,10 +76,12 @@ def contests(device: torch.device, toy: bool, asked: TimedSizes) -> Iterator[Con
                     x = torch.randn(tokens, shape[1], device=device, dtype=asked.dtype)
                     yield _gpu(x, shape, share, 2 if toy else copies_of(2 * shape[0] * shape[1]))
         return
-    if not skips_zeros(asked.dtype, device, 32) or not lays_out(asked.dtype):
+    if not skips_zeros(asked.dtype, device, 32):
         return
     for shape in asked.shapes or (((96, 256),) if toy else ((1536, 576), (8192, 2048))):
         for tokens in asked.tokens or ((2,) if toy else (1, 4, 512)):
+            if tokens > FEW and not lays_out(asked.dtype):
+                continue
             for share in (0.5,) if toy else (0.5, 0.3):
                 yield _contest(torch.randn(tokens, shape[1]).to(asked.dtype), shape, share)
 
@@ -106,4 +108,5 @@ def _contest(x: Tensor, shape: tuple[int, int], share: float) -> Contest:
         calls["dense rows"] = lambda i: products(x, [rival.weights[i]], [None])[0]
         expected["dense rows"] = times(x, lambda: rival.weights[0])
     stored = small[0].mask.nbytes + small[0].values.nbytes
-    return contest("sparse_matmul", f"{1 - share:.0%} zeros", x, shape, stored, calls, expected, rival)
+    more = {} if lays_out(x.dtype) else {"baseline": "dense rows"}
+    return contest("sparse_matmul", f"{1 - share:.0%} zeros", x, shape, stored, calls, expected, rival, **more)

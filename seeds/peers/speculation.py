@@ -9,7 +9,8 @@ The texts are those of `eval.speed.lossless`: free text, editing and a summary, 
 per second are of whole texts, their prompts included. The programs of others are tried once with each of their settings
 below and each file; what is fastest over all three kinds of text is timed, in turns with ours. They write by their own
 rounding, so that their texts, and the lengths of these, may differ from ours; a table says how long they are. `--ours`
-are models of ours that write plainly, by name, as in `compare_speed.py`; `--files` are those of the rivals.
+are models of ours that write plainly, by name, as in `compare_speed.py`, as many tokens as the 16-bit model, so that
+their speeds can be compared; `--files` are those of the rivals.
 """
 
 import argparse
@@ -256,10 +257,15 @@ def main() -> None:
     speeds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in KINDS} for name in names}
     lengths: dict[str, dict[str, int]] = {name: {} for name in names}
     plain, ends = accelerate(deployed(baseline)), end_tokens(baseline, tokenizer)
-    how = {"ends": ends, "new_tokens": given.tokens}
-    for name, model in (*((f"ours, {way}", plain) for way in WAYS), *alone.items()):
-        for kind, own in encoded.items():
-            lengths[name][kind] = sum(count(write(model, ids, **how)[0]) for ids in own)
+    written_by_16_bits = {
+        kind: [count(write(plain, ids, ends=ends, new_tokens=given.tokens)[0]) for ids in own]
+        for kind, own in encoded.items()
+    }
+    lengths |= {
+        name: {kind: sum(own) for kind, own in written_by_16_bits.items()}
+        for name in lengths
+        if name.startswith("ours")
+    }
     found = {
         "command": shlex.join(sys.argv),
         "settings": {f"{tool}, {way}": str(setting) for (tool, way), setting in best.items()},
@@ -277,8 +283,9 @@ def main() -> None:
         for name, model in alone.items():
             for kind, own in encoded.items():
                 began = time.perf_counter()
-                tokens = sum(count(write(model, ids, **how)[0]) for ids in own)
-                speeds[name][kind].append(tokens / (time.perf_counter() - began))
+                for ids, tokens in zip(own, written_by_16_bits[kind], strict=True):  # whatever ends its own texts
+                    write(model, ids, ends=(), new_tokens=tokens)
+                speeds[name][kind].append(lengths[name][kind] / (time.perf_counter() - began))
         for (tool, way), setting in best.items():
             for kind, texts in prompts.items():
                 tokens, seconds = written(setting, texts, given)

@@ -586,6 +586,21 @@ def test_a_draft_that_does_not_gain_rests_longer_and_longer():
     assert written_by(pace, lambda sure: 0.98, 20000) > 1.3, "and guesses again where it does gain"
 
 
+def test_a_prompt_is_read_where_the_text_may_save_more_time_than_that_takes():
+    pace = DraftPace()
+    pace.alone.extend([1.0] * 3)
+    assert pace.worth_reading(100, 50) and not pace.worth_reading(100, 49), "nothing was measured"
+    pace.note_reading(100, 10.0)
+    assert pace.worth_reading(100, 50), "there were no rounds yet"
+    for _ in range(ROUNDS):  # three tokens in the time of two steps
+        pace.note([0.95] * 3, 2, 1.4, 0.6)
+    assert pace.gain == pytest.approx(1.5) and pace.worth_reading(100, 31) and not pace.worth_reading(100, 29)
+    for _ in range(ROUNDS):  # two in the time of two
+        pace.note([0.95] * 3, 1, 1.4, 0.6)
+    asked = [pace.worth_reading(100, 1000) for _ in range(2 * RETRY)]
+    assert pace.gain == pytest.approx(1.0) and sum(asked) == 2, "it is tried again once in a while"
+
+
 def test_a_draft_of_nan_is_not_sure():
     pace = DraftPace()
     assert pace.rate(float("nan")) == pace.rate(0.0)

@@ -174,7 +174,7 @@ EXPECTED = {
     "pruning": ({"recipe": f"wanda(skip='{FIRST}')", "compare": "", "write_tokens": 0, "depth_windows": 0}, "bitmap", 35,
                 expect_pruning),
     "search": ({"choices": "rtn(bits={3,8}, group_size=64)", "max_bytes": "265.4MB", "skip": FEW, "compare": "",
-                "context": 100, "caches": "half: snapkv(budget=0.5)", "loss_tokens": 64, "write_tokens": 1},
+                "context": 100, "caches": "half: snapkv(budget=0.5)", "loss_tokens": 64, "write_tokens": 0},
                "int_group", 7, expect_search),
     "lossless": ({"recipe": f"rtn(bits=3, skip='{FEW}')", "compare": f"coarse: rtn(bits=2, skip='{FEW}')",
                   "guess_tokens": 4, "write_tokens": 0}, "int_group", 7, expect_lossless),

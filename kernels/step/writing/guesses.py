@@ -33,7 +33,7 @@ from kernels.step.writing.sampling import SamplingChoice
 LONGEST = 3  # tokens of the longest n-gram that is looked up, as long as nothing else is configured
 ROW = 0.15  # time of another token in a step, as a share of the time of a step with one, as long as none was measured
 DRAFTING = 0.4  # time of a draft's step, as such a share, as long as none was measured
-WORTH = 0.5  # a draft reads a prompt if the text may get this many tokens for each of the prompt
+WORTH = 0.5  # a draft reads a first prompt if the text may get this many tokens for each of the prompt
 FIRST = 3  # timed steps with one token before anything is guessed; the first step of a text is not timed
 GAIN = 1.03  # least expected speed-up for which tokens are guessed
 KEPT = 0.97  # factor by which earlier guesses count less with every further one
@@ -181,7 +181,8 @@ class DraftPace:
 
     A guess is the likelier to be accepted, the surer the draft is of it; acceptance is measured by its probability.
     Another guess is made as long as it gains more tokens for its time than texts of this draft have gained before.
-    Where guesses have lost time, none are made for a while, and each time for longer.
+    Where guesses have lost time, none are made for a while, and each time for longer. A draft reads a prompt if the
+    text may save more time than that takes.
 
     Attributes:
         alone: seconds of steps with one token. rows: times of another token in a step, as shares of these, as `ROW`.
@@ -192,6 +193,8 @@ class DraftPace:
     _rates: list[list[float]] = field(default_factory=lambda: [[PRIOR * rate, PRIOR] for _, rate in SURE])
     _drafted: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # shares, as DRAFTING
     _rounds: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=ROUNDS))  # tokens, and their time
+    _readings: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))  # of a token of a prompt, as shares
+    _unread: int = 0  # prompts that were not worth reading
     _rest: int = 0  # tokens for which nothing is guessed any more
     _next_rest: int = RETRY
     _since: int = 0  # guesses since the last step of one token
@@ -206,6 +209,20 @@ class DraftPace:
             return False
         self._since += 1
         return True
+
+    def worth_reading(self, tokens: int, most: int) -> bool:
+        """Is it worth that the draft reads so many tokens, for a text that may get so many more? As long as nothing was
+        measured, by their ratio; a prompt that is not worth it is read all the same once in a while."""
+        if not self._readings or len(self._rounds) < ROUNDS // 2:
+            return most >= WORTH * tokens
+        if most * (1 - 1 / self.gain) >= tokens * statistics.median(self._readings):
+            return True
+        self._unread = (self._unread + 1) % RETRY
+        return not self._unread
+
+    def note_reading(self, tokens: int, seconds: float) -> None:
+        """The draft has read so many tokens as a prompt."""
+        self._readings.append(seconds / tokens / statistics.median(self.alone))
 
     def goes_on(self, likely: float) -> bool:
         """Is another guess worth its time, if all guesses before it are accepted with this probability?"""
@@ -314,12 +331,15 @@ class Draft:
 
     def _has_read(self, text: Sequence[int], most: int) -> bool:
         """Read a text but for its last token as a prompt; False: there are no steps, or it is not worth reading."""
-        if most < WORTH * (len(text) - self._read):
+        unread = text[self._read : -1]
+        if not self._pace.worth_reading(len(unread), most):
             return False
+        began = time.perf_counter()
         if self._steps is not None:
             self._steps.finish()
-        self.model(torch.tensor([text[self._read : -1]]), past_key_values=self._cache, logits_to_keep=1)
+        self.model(torch.tensor([unread]), past_key_values=self._cache, logits_to_keep=1)
         self._steps, self._read = self.model.acceleration.steps(self._cache, 1, BY_STEPS), len(text) - 1
+        self._pace.note_reading(len(unread), time.perf_counter() - began)
         return self._steps is not None
 
     def _next(self, largest: Tensor | None, choice: SamplingChoice) -> Any:
